@@ -1,0 +1,139 @@
+"""The chips that Qualcomm's NPU compiler serves: names, architecture and the numbers it wants.
+
+One table (``chips.csv``, described in ``data/chips.md``) of chips with HTP v68 or later. The compiler answers
+"success" for numbers it does not know and for older chips too, so a name is looked up here before anything is built.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from lumen_lab.errors import ChipError
+from lumen_lab.specs import Record
+
+TABLE = Path(__file__).with_name("chips.csv")
+OLDEST_HTP_ARCH = 68
+COLUMNS = ("chip", "marketing_name", "htp_arch", "soc_model", "vtcm_mb", "supports_fp16", "sources", "note")
+
+
+@dataclass(frozen=True)
+class Chip(Record):
+    """One system-on-chip.
+
+    ``htp_arch`` is the NPU's architecture (81 for v81), ``soc_model`` the compiler's number for the chip (None where
+    no public list has it), ``vtcm_mb`` the NPU's on-chip memory in MB (None: unknown), ``supports_fp16`` True, False
+    or None where no list says so.
+    """
+
+    name: str
+    marketing_name: str
+    htp_arch: int
+    soc_model: int | None
+    vtcm_mb: int | None
+    supports_fp16: bool | None
+    sources: str
+    note: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.marketing_name})" if self.marketing_name else self.name
+
+
+def load_chips(path: str | Path | None = None) -> tuple[Chip, ...]:
+    """Every chip of the table (default: the one that ships with the library), in its order.
+
+    Raises ``ChipError`` if the file is missing, lacks a column or holds a value that cannot be read.
+    """
+    return _read_table(Path(path) if path is not None else TABLE)
+
+
+def find_chip(name: str | Chip) -> Chip:
+    """The chip called ``name``: its part number ("SM8850") or marketing name ("Snapdragon 8 Elite Gen 5").
+
+    Case, spaces, dashes and a leading "Qualcomm", "Snapdragon" or "Dragonwing" do not matter. ``ChipError`` with the
+    nearest names if there is none, and with the candidates if a marketing name belongs to several chips.
+    """
+    if isinstance(name, Chip):
+        return _served(name)
+    found = _index().get(_key(name), ())
+    if len(found) == 1:
+        return _served(found[0])
+    if found:
+        raise ChipError(f"{name!r} is the name of several chips: {_listed(found)}; ask by part number.")
+    raise ChipError(f"No chip called {name!r} among the {len(load_chips())} with HTP v68 or later. {_nearest(name)}")
+
+
+def _served(chip: Chip) -> Chip:
+    if chip.htp_arch < OLDEST_HTP_ARCH:
+        raise ChipError(
+            f"{chip} has HTP v{chip.htp_arch}; the NPU compiler serves v{OLDEST_HTP_ARCH} and later, "
+            "and what it builds for older chips does not run."
+        )
+    return chip
+
+
+@cache
+def _read_table(path: Path) -> tuple[Chip, ...]:
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except OSError as error:
+        raise ChipError(f"The table of chips cannot be read: {error}; reinstall the library, or name a table.") from None
+    missing = set(COLUMNS) - set(rows[0] if rows else ())
+    if missing:
+        raise ChipError(f"{path} is no table of chips: without rows or the columns {', '.join(sorted(missing))}.")
+    return tuple(_chip(row, path) for row in rows)
+
+
+def _chip(row: dict[str, str], path: Path) -> Chip:
+    try:
+        return Chip(
+            name=row["chip"],
+            marketing_name=row["marketing_name"],
+            htp_arch=int(row["htp_arch"].removeprefix("v")),
+            soc_model=_number(row["soc_model"]),
+            vtcm_mb=_number(row["vtcm_mb"]),
+            supports_fp16={"yes": True, "no": False, "": None}[row["supports_fp16"]],
+            sources=row["sources"],
+            note=row["note"],
+        )
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ChipError(f"{path}: the row of {row.get('chip') or '?'} cannot be read ({error!r}).") from None
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text else None
+
+
+def _key(name: str) -> str:
+    text = re.sub(r"^\s*(qualcomm\s+)?(snapdragon|dragonwing)?\s*", "", str(name).lower()).replace("+", "plus")
+    return re.sub(r"[^a-z0-9]", "", text)
+
+
+def _names(chip: Chip) -> list[str]:
+    return [chip.name, *(part for part in (chip.marketing_name, *chip.marketing_name.split("/")) if part)]
+
+
+@cache
+def _index() -> dict[str, tuple[Chip, ...]]:
+    """Chips by spelling; a part number wins over the same word as another chip's marketing name."""
+    numbers = {_key(chip.name): (chip,) for chip in load_chips()}
+    names: dict[str, tuple[Chip, ...]] = {}
+    for chip in load_chips():
+        for key in {_key(name) for name in _names(chip)}:
+            names[key] = (*names.get(key, ()), chip)
+    return names | numbers
+
+
+def _nearest(name: str) -> str:
+    keys = difflib.get_close_matches(_key(name), _index(), n=3, cutoff=0.6)
+    chips = dict.fromkeys(chip for key in keys for chip in _index()[key])
+    return f"Did you mean {_listed(list(chips))}?" if chips else "chips.load_chips() lists them; older ones are refused."
+
+
+def _listed(chips) -> str:
+    return ", ".join(str(chip) for chip in chips)

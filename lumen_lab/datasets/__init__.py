@@ -1,0 +1,1 @@
+"""Composed scenes with exact mattes, from folders of cut-outs and backgrounds."""

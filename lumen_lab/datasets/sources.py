@@ -1,0 +1,365 @@
+"""Sources of composed scenes: folders of cut-outs and backgrounds, filtered, split and decoded once.
+
+A cut-out is an image with an alpha channel that is neither nearly full nor nearly empty; a background is a
+photograph without one. Both are kept only if their statistics are those of a photograph: clip-art has few colours
+and large flat areas. Foregrounds and backgrounds are split by group (near-duplicates share a group) before any
+scene is composed, so that no picture is seen in two splits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from scipy import ndimage
+
+from lumen_lab.errors import DatasetError
+from lumen_lab.specs import Record, write_whole
+
+SPLITS = ("train", "validation", "test")
+FOREGROUND_PACKAGES = {"tuxpaint-stamps-default": "usr/share/tuxpaint/stamps"}
+BACKGROUND_PACKAGES = {
+    "gnome-backgrounds": "usr/share/backgrounds",
+    "mate-backgrounds": "usr/share/backgrounds",
+    "plasma-workspace-wallpapers": "usr/share/wallpapers",
+}
+DEBIAN_PACKAGES = (*FOREGROUND_PACKAGES, *BACKGROUND_PACKAGES)
+SKIPPED_FOLDERS = frozenset({"symbols", "cartoon", "flags", "roadsigns", "screenshot"})
+# Wallpapers whose picture is itself a salient object: as a background it would be a wrong label.
+SALIENT_WALLPAPERS = frozenset(
+    "ladybird onestandsout safelanding flyingkonqui autumn freshflower yellowflower garden twowings colorfulcups "
+    "greentraditional float-into-mate patak aqua".split()
+)
+IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"})
+FOREGROUND_SIDE_PX = 384
+BACKGROUND_SIDE_PX = 512
+MIN_FOREGROUND_SIDE_PX = 48
+MIN_BACKGROUND_SIDE_PX = 240
+CACHE_FORMAT = 3
+# Shares of groups that go to validation and to test; the rest is for training.
+HELD_OUT = {"foreground": (0.10, 0.12), "background": (0.13, 0.17)}
+
+
+@dataclass(frozen=True)
+class Source(Record):
+    """One picture kept: ``name`` is relative to its folder, ``group`` ties near-duplicates, ``size`` is (H, W)."""
+
+    name: str
+    kind: str
+    group: str
+    split: str
+    size: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class SourceIndex(Record):
+    """What a scan found: the pictures kept with their split, and how many were dropped for which reason."""
+
+    found: dict[str, int]
+    kept: dict[str, int]
+    dropped: dict[str, int]
+    sources: tuple[Source, ...]
+
+    def rows(self) -> list[dict[str, object]]:
+        counts = Counter((s.kind, s.split) for s in self.sources)
+        rows = [
+            {"kind": kind, "found": self.found[kind], "kept": self.kept[kind]}
+            | {split: counts[kind, split] for split in SPLITS}
+            for kind in ("foreground", "background")
+        ]
+        return rows + [{"kind": f"dropped: {reason}", "found": n} for reason, n in self.dropped.items()]
+
+    def to_json(self) -> dict[str, object]:
+        return super().to_json() | {"sources": [source.to_json() for source in self.sources]}
+
+    @classmethod
+    def from_json(cls, values):
+        values = dict(values)
+        values["sources"] = [Source.from_json(source) for source in values.get("sources", [])]
+        return super().from_json(values)
+
+
+@dataclass(frozen=True)
+class SourceBank:
+    """Decoded sources: ``pixels`` holds, in the index's order, uint8 H×W×4 cut-outs and H×W×3 backgrounds."""
+
+    index: SourceIndex
+    pixels: tuple[np.ndarray, ...]
+
+    def select(self, kind: str, split: str) -> tuple[np.ndarray, ...]:
+        """The pictures of one kind ("foreground", "background") in one split; ``DatasetError`` if there is none."""
+        if split not in SPLITS:
+            raise DatasetError(f"Split {split!r} was asked for; the splits are {', '.join(SPLITS)}.")
+        chosen = tuple(p for s, p in zip(self.index.sources, self.pixels) if s.kind == kind and s.split == split)
+        if not chosen:
+            kept = self.index.kept[kind]
+            raise DatasetError(
+                f"The {split} split has no {kind}: {kept} were kept of {self.index.found[kind]} found "
+                f"(dropped: {self.index.dropped}); add pictures until every split holds some."
+            )
+        return chosen
+
+
+def open_sources(root: str | Path, *, cache: bool = True) -> SourceBank:
+    """Scan, filter, split and decode the pictures below ``root``; decoded pixels are kept in ``root/.scene_cache``.
+
+    ``root`` holds either ``foregrounds/`` and ``backgrounds/``, or unpacked Debian packages (``DEBIAN_PACKAGES``)
+    by name. Raises ``DatasetError`` if neither is there or nothing usable is found.
+    """
+    root = Path(root)
+    listed = list_candidates(root)
+    cache_path = root / ".scene_cache" / f"{_listing_key(root, listed)}.npz"
+    if cache and cache_path.is_file():
+        return _load_bank(cache_path)
+    bank = scan_sources(listed, root=root)
+    if cache:
+        _save_bank(bank, cache_path)
+    return bank
+
+
+def list_candidates(root: str | Path) -> list[tuple[str, str]]:
+    """(kind, path relative to ``root``) of every image file that may be a source, in sorted order."""
+    root = Path(root)
+    folders = [("foreground", "foregrounds"), ("background", "backgrounds")]
+    folders += [("foreground", f"{package}/{inner}") for package, inner in FOREGROUND_PACKAGES.items()]
+    folders += [("background", f"{package}/{inner}") for package, inner in BACKGROUND_PACKAGES.items()]
+    present = [(kind, root / folder) for kind, folder in folders if (root / folder).is_dir()]
+    if {kind for kind, _ in present} != {"foreground", "background"}:
+        found = sorted(p.name for p in root.iterdir()) if root.is_dir() else "no such folder"
+        raise DatasetError(
+            f"{root} was asked for cut-outs and backgrounds; found {found}. Give a folder with foregrounds/ and "
+            f"backgrounds/, or fetch the Debian packages with: python -m lumen_lab.datasets.sources {root}"
+        )
+    return sorted((kind, path.relative_to(root).as_posix()) for kind, folder in present for path in _images(folder))
+
+
+def _images(folder: Path) -> Iterator[Path]:
+    for path in folder.rglob("*"):
+        if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file() and not path.is_symlink():
+            yield path
+
+
+def scan_sources(listed: Sequence[tuple[str, str]], *, root: str | Path) -> SourceBank:
+    """Decode and filter the listed (kind, relative path) files; returns the bank with its index."""
+    dropped: Counter[str] = Counter()
+    kept: list[tuple[Source, np.ndarray]] = []
+    for kind, name in listed:
+        pixels, reason = _read_source(Path(root) / name, kind, name)
+        if pixels is None:
+            dropped[f"{kind}: {reason}"] += 1
+        else:
+            kept.append((Source(name, kind, group_key(name), "", pixels.shape[:2]), pixels))
+    kept, twins = _drop_twins(kept)
+    dropped.update(twins)
+    sources = tuple(replace(source, split=assign_split(source.group, kind=source.kind)) for source, _ in kept)
+    found, counts = (Counter(k for k, _ in listed), Counter(s.kind for s in sources))
+    kinds = ("foreground", "background")
+    index = SourceIndex(
+        {k: found[k] for k in kinds}, {k: counts[k] for k in kinds}, dict(sorted(dropped.items())), sources
+    )
+    if not all(index.kept.values()):
+        raise DatasetError(f"{root}: no usable pictures: {index.found} found, {index.kept} kept, {index.dropped}.")
+    return SourceBank(index, tuple(pixels for _, pixels in kept))
+
+
+def _read_source(path: Path, kind: str, name: str) -> tuple[np.ndarray | None, str]:
+    if SKIPPED_FOLDERS & {part.lower() for part in Path(name).parts} or path.stem == "screenshot":
+        return None, "folder of symbols or drawings"
+    if kind == "background" and SALIENT_WALLPAPERS & {part.split(".")[0].lower() for part in Path(name).parts}:
+        return None, "shows a salient object itself"
+    try:
+        with Image.open(path) as image:
+            return _foreground(image) if kind == "foreground" else _background(image)
+    except (OSError, ValueError, SyntaxError):
+        return None, "unreadable"
+
+
+def _foreground(image: Image.Image) -> tuple[np.ndarray | None, str]:
+    if not ("A" in image.getbands() or "transparency" in image.info):
+        return None, "no alpha channel"
+    image = image.convert("RGBA")
+    image.thumbnail((FOREGROUND_SIDE_PX, FOREGROUND_SIDE_PX), Image.Resampling.BOX)
+    pixels = np.array(image)
+    rows, columns = np.nonzero(pixels[..., 3] > 8)
+    if rows.size < 100:
+        return None, "blank"
+    pixels = pixels[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
+    if max(pixels.shape[:2]) < MIN_FOREGROUND_SIDE_PX or min(pixels.shape[:2]) < 12:
+        return None, "tiny"
+    if (pixels[..., 3] > 243).mean() > 0.97:
+        return None, "alpha nearly all opaque"
+    reason = drawing_reason(pixels[..., :3], pixels[..., 3] > 200)
+    return (None, reason) if reason else (clean_edge_colours(pixels), "")
+
+
+def _background(image: Image.Image) -> tuple[np.ndarray | None, str]:
+    if min(image.size) < MIN_BACKGROUND_SIDE_PX:
+        return None, "tiny"
+    image.draft("RGB", (2 * BACKGROUND_SIDE_PX, 2 * BACKGROUND_SIDE_PX))
+    image = image.convert("RGBA") if "transparency" in image.info else image
+    if "A" in image.getbands() and np.asarray(image.getchannel("A").reduce(8)).min() < 250:
+        return None, "background with transparency"
+    image = image.convert("RGB")
+    image.thumbnail((BACKGROUND_SIDE_PX, BACKGROUND_SIDE_PX), Image.Resampling.BOX)
+    pixels = np.array(image)
+    if pixels.std() < 4:
+        return None, "blank"
+    reason = drawing_reason(pixels, np.ones(pixels.shape[:2], bool), most_flat=0.75, least_richness=0.6)
+    return (None, reason) if reason else (pixels, "")
+
+
+def drawing_reason(
+    rgb: np.ndarray, inside: np.ndarray, *, most_flat: float = 0.38, least_richness: float = 1.0
+) -> str:
+    """Why the uint8 H×W×3 picture looks drawn, or "" for a photograph; only pixels ``inside`` (H×W bool) count.
+
+    Flat share: neighbours that differ by at most one level. Richness: distinct 15-bit colours over the root of the
+    number of pixels, which stays near constant when a photograph is scaled.
+    """
+    if inside.sum() < 100:
+        return "too translucent to judge"
+    step = np.abs(np.diff(rgb.astype(np.int16), axis=1)).max(-1)
+    pairs = inside[:, 1:] & inside[:, :-1]
+    if pairs.any() and (step[pairs] <= 1).mean() > most_flat:
+        return "flat areas (drawing)"
+    codes = (rgb[inside].astype(np.int32) >> 3) @ np.array([1024, 32, 1])
+    if np.unique(codes).size < least_richness * np.sqrt(inside.sum()):
+        return "few colours (drawing)"
+    return ""
+
+
+def clean_edge_colours(rgba: np.ndarray, *, reach_px: float = 3.0) -> np.ndarray:
+    """uint8 H×W×4 whose translucent edge takes its colour from the nearest opaque pixel: no halo of the old ground."""
+    opaque = rgba[..., 3] >= 245
+    if not opaque.any():
+        return rgba
+    distance, nearest = ndimage.distance_transform_edt(~opaque, return_indices=True)
+    edge = (distance > 0) & ((distance <= reach_px) | (rgba[..., 3] == 0))
+    out = rgba.copy()
+    out[..., :3][edge] = rgba[..., :3][tuple(axis[edge] for axis in nearest)]
+    return out
+
+
+def group_key(name: str) -> str:
+    """Folder and first word of the stem: mirrored, numbered and resized variants of a picture share it."""
+    path = Path(name)
+    parents = [part for part in path.parts[:-1] if part not in ("contents", "images", "images_dark")]
+    words = [word for word in re.split(r"[^a-z]+", path.stem.lower()) if len(word) > 2]
+    return "/".join([*parents, words[0]]) if words else "/".join(parents + ([] if parents else [path.stem]))
+
+
+def assign_split(group: str, *, kind: str) -> str:
+    """The split of a group, from the hash of its name alone: other files never move it."""
+    value = int.from_bytes(hashlib.sha256(f"{kind}:{group}".encode()).digest()[:8], "big") / 2**64
+    validation, test = HELD_OUT[kind]
+    return "test" if value < test else "validation" if value < test + validation else "train"
+
+
+def _drop_twins(kept: list[tuple[Source, np.ndarray]]) -> tuple[list[tuple[Source, np.ndarray]], Counter[str]]:
+    """Drop pictures that equal an earlier one, mirrored or not, by a 64-bit difference hash."""
+    seen: dict[str, list[np.ndarray]] = {"foreground": [], "background": []}
+    unique, twins = [], Counter()
+    for source, pixels in sorted(kept, key=lambda item: (-item[1].size, item[0].name)):
+        hashes = [difference_hash(pixels), difference_hash(pixels[:, ::-1])]
+        earlier = seen[source.kind]
+        if earlier and (np.stack(earlier)[None] != np.stack(hashes)[:, None]).sum(-1).min() <= 3:
+            twins[f"{source.kind}: twin of another"] += 1
+            continue
+        earlier.append(hashes[0])
+        unique.append((source, pixels))
+    return sorted(unique, key=lambda item: item[0].name), twins
+
+
+def difference_hash(pixels: np.ndarray) -> np.ndarray:
+    """128 bits: is each cell of a 9×9 grey thumbnail (translucent over grey) darker than its right, lower one."""
+    rgb = pixels[..., :3].astype(np.float32).mean(-1)
+    if pixels.shape[-1] == 4:
+        alpha = pixels[..., 3] / np.float32(255)
+        rgb = rgb * alpha + 128 * (1 - alpha)
+    small = np.asarray(Image.fromarray(rgb.astype(np.uint8)).resize((9, 9), Image.Resampling.BOX)).astype(int)
+    return np.concatenate([(np.diff(small, axis=1)[:8] > 0).ravel(), (np.diff(small, axis=0)[:, :8] > 0).ravel()])
+
+
+def _listing_key(root: Path, listed: Sequence[tuple[str, str]]) -> str:
+    digest = hashlib.sha256(f"{CACHE_FORMAT}".encode())
+    for kind, name in listed:
+        digest.update(f"{kind}\0{name}\0{(root / name).stat().st_size}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _save_bank(bank: SourceBank, path: Path) -> None:
+    import io
+
+    buffer = io.BytesIO()
+    shapes = np.array([p.shape for p in bank.pixels])
+    flat = np.concatenate([p.ravel() for p in bank.pixels])
+    index = np.frombuffer(json.dumps(bank.index.to_json()).encode(), np.uint8)
+    np.savez(buffer, shapes=shapes, flat=flat, index=index)
+    try:
+        write_whole(path, buffer.getvalue())
+    except OSError as error:  # a read-only folder costs a scan each time, no more
+        print(f"Cannot keep decoded sources at {path}: {error}", file=sys.stderr)
+
+
+def _load_bank(path: Path) -> SourceBank:
+    with np.load(path) as stored:
+        shapes, flat = stored["shapes"], stored["flat"]
+        index = SourceIndex.from_json(json.loads(stored["index"].tobytes()))
+    ends = np.cumsum(shapes.prod(1))
+    pieces = (flat[end - shape.prod() : end].reshape(shape) for shape, end in zip(shapes, ends))
+    return SourceBank(index, tuple(pieces))
+
+
+def fetch_debian_sources(out_dir: str | Path, *, packages: Sequence[str] = DEBIAN_PACKAGES) -> Path:
+    """Download Debian packages with ``apt-get download`` and unpack each to ``out_dir/<package>``; returns it.
+
+    Needs apt-get and dpkg-deb (Debian or Ubuntu) and a network; nothing is installed and no root is needed.
+    """
+    out_dir = Path(out_dir)
+    debs = out_dir / "debs"
+    debs.mkdir(parents=True, exist_ok=True)
+    for package in packages:
+        if (out_dir / package).is_dir():
+            continue
+        _call(["apt-get", "download", package], cwd=debs)
+        archives = sorted(debs.glob(f"{package}_*.deb"))
+        unpacked = out_dir / f".{package}.part"
+        _call(["dpkg-deb", "-x", str(archives[-1].resolve()), str(unpacked.resolve())], cwd=debs)
+        unpacked.rename(out_dir / package)
+    return out_dir
+
+
+def _call(command: list[str], *, cwd: Path) -> None:
+    try:
+        subprocess.run(command, cwd=cwd, check=True, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise DatasetError(f"{command[0]} is not here; fetching needs Debian or Ubuntu. Any folders do.") from None
+    except subprocess.CalledProcessError as error:
+        said = (error.stderr or "").strip().splitlines()[-1:]
+        raise DatasetError(f"{' '.join(command)} failed ({said}); run apt-get update, or check the network.") from None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """``python -m lumen_lab.datasets.sources OUT_DIR``: fetch, scan, print the counts and write ``index.json``."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if len(arguments) != 1:
+        print("usage: python -m lumen_lab.datasets.sources OUT_DIR", file=sys.stderr)
+        return 2
+    bank = open_sources(fetch_debian_sources(arguments[0]))
+    for row in bank.index.rows():
+        print("  ".join(f"{key} {value}" for key, value in row.items()))
+    print(bank.index.save(Path(arguments[0]) / "index.json"))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

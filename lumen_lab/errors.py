@@ -1,0 +1,41 @@
+"""One hierarchy of exceptions: every refusal says what was asked, what was found and what would do."""
+
+
+class LumenError(Exception):
+    """Base of every error that lumen_lab raises on purpose."""
+
+
+class ImageError(LumenError):
+    """A photograph or mask that cannot be read, or is not what its name says."""
+
+
+class CheckpointError(LumenError):
+    """Weights that do not fit the network, or cannot be fetched."""
+
+
+class ChipError(LumenError):
+    """A chip name that is unknown, ambiguous or not served by the NPU compiler."""
+
+
+class RewriteError(LumenError):
+    """A rewrite or plan that was refused, with the condition that refused it."""
+
+
+class ExportError(LumenError):
+    """A network that cannot be written as ONNX."""
+
+
+class CompileError(LumenError):
+    """The NPU compiler or the emulation refused, crashed or ran out of time or space."""
+
+
+class ArtifactError(LumenError):
+    """A file that does not fit the manifest beside it."""
+
+
+class DatasetError(LumenError):
+    """A folder of images and masks that cannot be paired or split as asked."""
+
+
+class MissingDependencyError(LumenError):
+    """An optional package or platform that the asked step needs and that is not here."""

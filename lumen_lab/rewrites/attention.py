@@ -1,0 +1,147 @@
+"""Window attention with static, low-rank data movement.
+
+Windows are cut and put back in four dimensions, and the cyclic shift becomes zero padding with a fixed mask, so that
+a window never holds tokens from two sides of the image.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lumen_lab.network.swin import (
+    MASKED,
+    CyclicShift,
+    SwinBlock,
+    WindowMerge,
+    WindowPartition,
+    shifted_window_regions,
+)
+from lumen_lab.rewrites.record import FixedTensors, Rewrite, Site
+from lumen_lab.specs import Exact
+
+
+class WindowPartition4d(nn.Module):
+    """``WindowPartition`` with no tensor above rank four: rows of windows first, then windows of a row."""
+
+    def __init__(self, window: int):
+        super().__init__()
+        self.window = window
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, height, width, channels = x.shape
+        w = self.window
+        strips = x.reshape(n * height // w, w, width // w, w * channels)  # N·rows, w, columns, w·C
+        return strips.transpose(1, 2).reshape(-1, w * w, channels)
+
+
+class WindowMerge4d(nn.Module):
+    """``WindowMerge`` with no tensor above rank four."""
+
+    def __init__(self, window: int):
+        super().__init__()
+        self.window = window
+
+    def forward(self, windows: Tensor, size: tuple[int, int]) -> Tensor:
+        height, width = size
+        w, channels = self.window, windows.shape[-1]
+        strips = windows.reshape(-1, width // w, w, w * channels)  # N·rows, columns, w, w·C
+        return strips.transpose(1, 2).reshape(-1, height, width, channels)
+
+
+def shifted_mask(window: int, shift: int, size: tuple[int, int]) -> Tensor:
+    """Attention mask of the padded map in place of the rolled one: (windows, window², window²), 0 or ``MASKED``.
+
+    ``size`` is that of the map before the shift's own padding. Every token carries the region it has in the rolled
+    map; padding of the shift has a region of its own.
+    """
+    rolled = shifted_window_regions(size, window, shift)
+    regions = torch.roll(rolled, (shift, shift), (1, 2)).float()  # back to image order
+    regions = F.pad(regions, (0, 0, window - shift, shift, window - shift, shift), value=-1.0)
+    windows = WindowPartition(window)(regions).squeeze(-1)
+    apart = windows[:, None, :] != windows[:, :, None]
+    return torch.zeros(apart.shape, dtype=torch.float64).masked_fill(apart, MASKED)
+
+
+class PaddedShift(nn.Module):
+    """In place of the roll: pad so that windows fall on the shifted grid; returns (map, fixed mask)."""
+
+    def __init__(self, window: int, shift: int):
+        super().__init__()
+        self.window, self.shift = window, shift
+        self.mask = FixedTensors(partial(shifted_mask, window, shift))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        before, after = self.window - self.shift, self.shift
+        mask = self.mask((x.shape[1], x.shape[2]), x)
+        return F.pad(x, (0, 0, before, after, before, after)), mask
+
+
+class PaddedUnshift(nn.Module):
+    """Cut the padding off again: (N, Hp, Wp, C) -> (N, H, W, C)."""
+
+    def __init__(self, window: int, shift: int):
+        super().__init__()
+        self.start = window - shift
+
+    def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:
+        return x[:, self.start : self.start + size[0], self.start : self.start + size[1]]
+
+
+def _partition_4d(site: Site) -> dict[str, nn.Module]:
+    return {site.path: WindowPartition4d(site.module.window)}
+
+
+def _merge_4d(site: Site) -> dict[str, nn.Module]:
+    return {site.path: WindowMerge4d(site.module.window)}
+
+
+def _padded_shift(site: Site) -> dict[str, nn.Module]:
+    block: SwinBlock = site.module
+    shift = PaddedShift(block.shift.window, block.shift.shift)
+    weight = block.norm1.weight
+    for _, height, width, _ in site.input_shapes:
+        padded = (height + -height % block.window, width + -width % block.window)
+        shift.mask(padded, weight)
+    unshift = PaddedUnshift(block.shift.window, block.shift.shift)
+    return {f"{site.path}.shift": shift, f"{site.path}.unshift": unshift}
+
+
+def _not_shifted(site: Site) -> str | None:
+    shift = site.module.shift
+    if not isinstance(shift, CyclicShift):
+        return "the shift of this block has been rewritten already"
+    return "this block does not shift its windows" if shift.shift == 0 else None
+
+
+CONVERT_WINDOW_PARTITION = Rewrite(
+    name="convert_window_partition_to_4d",
+    replaces=WindowPartition,
+    built=_partition_4d,
+    claim=Exact(movement=True),
+    because="HTP's operators are specified up to rank 4 or 5; the published partition goes through rank 6",
+    source="QNN HTP operator definitions: rank limits; issue 32 of the field: Transpose of rank 6 refused (error 3110)",
+)
+
+CONVERT_WINDOW_MERGE = Rewrite(
+    name="convert_window_merge_to_4d",
+    replaces=WindowMerge,
+    built=_merge_4d,
+    claim=Exact(movement=True),
+    because="the inverse of the partition, through rank 6 as well",
+    source=CONVERT_WINDOW_PARTITION.source,
+)
+
+CONVERT_CYCLIC_SHIFT = Rewrite(
+    name="convert_cyclic_shift_to_padding",
+    replaces=SwinBlock,
+    built=_padded_shift,
+    refused=_not_shifted,
+    claim=Exact(),
+    because="a roll is two slices and a concat on each axis, twice a block, and its mask is built in the graph; "
+    "padding and one constant mask move less and quantise to one finite constant",
+    source="Swin, figure 4 (the roll is an optimisation of padding); Lumen Cutout's published recipe",
+)

@@ -1,0 +1,39 @@
+"""Convolutions: batch normalisation folded into the conv before it."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights
+
+from lumen_lab.rewrites.record import Rewrite, Site, with_weights
+from lumen_lab.specs import Exact
+
+
+def _folded(site: Site) -> dict[str, nn.Module]:
+    conv, norm = site.producer_module, site.module
+    weight, bias = fuse_conv_bn_weights(
+        conv.weight, conv.bias, norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
+    )
+    return {site.producer: with_weights(conv, weight, bias), site.path: nn.Identity()}
+
+
+def _no_conv_before(site: Site) -> str | None:
+    if site.module.training:
+        return "the network is in training mode, where the statistics are those of the batch; call .eval() first"
+    if not isinstance(site.producer_module, nn.Conv2d):
+        found = type(site.producer_module).__name__ if site.producer else "something that is not one module's output"
+        return f"it reads {found}, not the output of a Conv2d; decompose the deformable convs first"
+    if len(site.input_shapes) > 1:
+        return "it is called at several sizes, so the conv before it may feed other readers"
+    return None
+
+
+FOLD_BATCH_NORM = Rewrite(
+    name="fold_batch_norm",
+    replaces=nn.BatchNorm2d,
+    built=_folded,
+    refused=_no_conv_before,
+    claim=Exact(),
+    because="one operator less a conv, and one set of weights for the quantiser to look at",
+    source="torch.nn.utils.fusion; y = γ(Wx + b − μ)/√(σ² + ε) + β is itself a conv",
+)

@@ -1,0 +1,138 @@
+"""Plans: ordered rewrites, and how one is applied."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lumen_lab.errors import RewriteError
+from lumen_lab.rewrites.attention import CONVERT_CYCLIC_SHIFT, CONVERT_WINDOW_MERGE, CONVERT_WINDOW_PARTITION
+from lumen_lab.rewrites.convolution import FOLD_BATCH_NORM
+from lumen_lab.rewrites.deform import DECOMPOSE_DEFORM_CONV
+from lumen_lab.rewrites.record import LogEntry, Rewrite, find_sites
+from lumen_lab.rewrites.resolution import CONVERT_IMAGE_TILES
+from lumen_lab.specs import Record
+
+Plan = tuple[Rewrite, ...]
+
+EXACT_PLAN: Plan = (
+    DECOMPOSE_DEFORM_CONV,
+    CONVERT_IMAGE_TILES,
+    CONVERT_CYCLIC_SHIFT,
+    CONVERT_WINDOW_PARTITION,
+    CONVERT_WINDOW_MERGE,
+    FOLD_BATCH_NORM,
+)
+"""Provably the same network: no training is needed after it."""
+
+
+@dataclass(frozen=True)
+class RewriteLog(Record):
+    """What a plan did, in order: one entry a site."""
+
+    entries: tuple[LogEntry, ...]
+
+    def rows(self) -> list[dict[str, object]]:
+        """One row a rewrite: sites rewritten, sites refused and the reasons."""
+        rows = []
+        for name in dict.fromkeys(entry.rewrite for entry in self.entries):
+            mine = [entry for entry in self.entries if entry.rewrite == name]
+            reasons = sorted({entry.refused for entry in mine if entry.refused})
+            applied = sum(entry.refused is None for entry in mine)
+            rows.append(
+                {"rewrite": name, "sites": applied, "refused": len(mine) - applied, "why refused": "; ".join(reasons)}
+            )
+        return rows
+
+    def applied(self, name: str | None = None) -> list[LogEntry]:
+        """Entries that were not refused, of one rewrite or of all."""
+        return [e for e in self.entries if e.refused is None and name in (None, e.rewrite)]
+
+    @classmethod
+    def from_json(cls, values):
+        entries = tuple(LogEntry.from_json(entry) for entry in values["entries"])
+        return cls(entries)
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A new model and what was done to it; the model it came from is untouched."""
+
+    model: nn.Module
+    log: RewriteLog
+
+
+def rewrite(model: nn.Module, plan: Plan, *, example_inputs: tuple[Tensor, ...] | None = None) -> Rewritten:
+    """Apply ``plan`` to a copy of ``model`` and return it with a log.
+
+    ``example_inputs`` give the sizes that fixed constants are made for; without them the model's
+    ``config.image_size`` is used with a batch of one. A plan that is out of order raises ``RewriteError``.
+    """
+    check_order(plan)
+    example_inputs = example_inputs or default_inputs(model)
+    model = copy.deepcopy(model)
+    entries: list[LogEntry] = []
+    for rule in plan:
+        entries += apply_one(model, rule, example_inputs)
+    return Rewritten(model, RewriteLog(tuple(entries)))
+
+
+def apply_one(model: nn.Module, rule: Rewrite, example_inputs: tuple[Tensor, ...]) -> list[LogEntry]:
+    """Apply one rewrite to every site of ``model``, in place (``rewrite`` has made the copy)."""
+    entries = []
+    for site in find_sites(model, rule.replaces, example_inputs):
+        reason = rule.refused(site)
+        if reason:
+            entries.append(LogEntry(rule.name, site.path, refused=reason))
+            continue
+        with torch.no_grad():
+            built = rule.built(site)
+        for path, module in built.items():
+            place(model, path, module, rule.name)
+        entries.append(LogEntry(rule.name, common_parent([*built, site.path]), tuple(built)))
+    return entries
+
+
+def place(model: nn.Module, path: str, module: nn.Module, name: str) -> None:
+    """Put ``module`` at ``path``, in the mode of the one it replaces, marked with the rewrite that made it."""
+    module.train(model.get_submodule(path).training)
+    module.rewritten_by = name
+    parent, _, leaf = path.rpartition(".")
+    model.get_submodule(parent).register_module(leaf, module)
+
+
+def common_parent(paths: list[str]) -> str:
+    """The deepest path that holds all ``paths``."""
+    split = [path.split(".") for path in paths]
+    shared = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
+
+
+def check_order(plan: Plan) -> None:
+    """Raise ``RewriteError`` if a rewrite comes before one that it declares it must follow."""
+    names = [rule.name for rule in plan]
+    for position, rule in enumerate(plan):
+        late = [name for name in rule.after if name in names[position + 1 :]]
+        if late:
+            raise RewriteError(f"Plan asks for {rule.name} before {', '.join(late)}; it must come after: reorder them.")
+
+
+def default_inputs(model: nn.Module) -> tuple[Tensor, ...]:
+    """One image of the model's own size; ``RewriteError`` if the model does not say its size."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "image_size"):
+        raise RewriteError(
+            f"{type(model).__name__} has no config.image_size, so its input size is unknown; pass example_inputs=(…,)."
+        )
+    parameter = next(model.parameters())
+    height, width = config.image_size
+    ramp = torch.linspace(-1, 1, 3 * height * width, dtype=torch.float64)
+    return (torch.sin(97 * math.pi * ramp).view(1, 3, height, width).to(parameter),)

@@ -1,0 +1,208 @@
+"""The records that every room speaks: claims, tables that can be read, shown and kept, and manifests.
+
+A record holds plain values (no tensors), so that it can be printed, shown in a notebook and written as JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import html
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lumen_lab.errors import ArtifactError
+
+
+@dataclass(frozen=True)
+class Exact:
+    """The rewritten network computes the same function.
+
+    Checked in float64, where an algebraic identity shrinks to rounding and an approximation does not.
+    ``movement`` marks a rewrite that only moves data: it must agree bit for bit.
+    """
+
+    movement: bool = False
+    max_abs_float64: float = 1e-9
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """The output differs by at most ``max_abs`` while the inputs stay inside ``domain`` (a sentence)."""
+
+    max_abs: float
+    domain: str
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A substitution that training must make good: ``metric`` on held-out data reaches ``at_least``."""
+
+    metric: str
+    at_least: float
+
+
+Claim = Exact | Bounded | Learned
+
+
+def write_whole(path: str | Path, content: str | bytes) -> Path:
+    """Write ``content`` under a temporary name beside ``path`` and rename it, so no reader sees half a file."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = content.encode() if isinstance(content, str) else content
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def file_sha256(path: str | Path) -> str:
+    """Hexadecimal SHA-256 of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def html_table(rows: Iterable[Mapping[str, object]], *, caption: str = "", limit: int | None = None) -> str:
+    """An HTML table of ``rows`` (dicts with the same keys); every cell is escaped, long tables end with a count."""
+    rows = list(rows)
+    if not rows:
+        return f"<p>{html.escape(caption)} (no rows)</p>"
+    shown = rows if limit is None else rows[:limit]
+    head = "".join(f"<th style='text-align:left'>{html.escape(str(key))}</th>" for key in rows[0])
+    body = "".join(
+        "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(_cell(v))}</td>" for v in row.values()) + "</tr>"
+        for row in shown
+    )
+    more = f"<p>… and {len(rows) - len(shown)} more rows</p>" if len(shown) < len(rows) else ""
+    title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
+    return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10_000:
+        return f"{value:,}"
+    return str(value)
+
+
+class Record:
+    """Base of the frozen dataclass records: ``rows()`` for a table, HTML in a notebook, JSON on disk.
+
+    A subclass overrides ``rows()`` where its content is a list; ``from_json`` where a field is itself a record.
+    """
+
+    def rows(self) -> list[dict[str, object]]:
+        """One dict a line, plain values only."""
+        return [dataclasses.asdict(self)]
+
+    def to_json(self) -> dict[str, object]:
+        """The record as JSON-ready values, with its class name under ``record``."""
+        return {"record": type(self).__name__, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, object]):
+        """The record from ``to_json()``'s values; unknown or missing fields raise ``ArtifactError``."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        given = {key: value for key, value in values.items() if key != "record"}
+        if values.get("record", cls.__name__) != cls.__name__ or set(given) - names:
+            found = f"{values.get('record')} with {sorted(set(given) - names) or 'the expected fields'}"
+            raise ArtifactError(f"Expected a saved {cls.__name__}, found {found}; make it again with this version.")
+        try:
+            return cls(**{key: _tuples(value) for key, value in given.items()})
+        except TypeError as error:
+            raise ArtifactError(f"The saved {cls.__name__} is incomplete ({error}); make it again.") from None
+
+    def save(self, path: str | Path) -> Path:
+        """Write the record as JSON; returns the path."""
+        return write_whole(path, json.dumps(self.to_json(), indent=1, default=str) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path):
+        """Read a record written by ``save``; ``ArtifactError`` if the file is not one."""
+        try:
+            values = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise ArtifactError(f"Cannot read {path} as a saved {cls.__name__}: {error}.") from None
+        return cls.from_json(values)
+
+    def _repr_html_(self) -> str:
+        return html_table(self.rows(), caption=type(self).__name__, limit=60)
+
+
+def _tuples(value: object) -> object:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class TensorSpec(Record):
+    """One input or output of an artefact: ``shape`` in ``layout`` order; ``scale``/``zero_point`` for integers."""
+
+    name: str
+    shape: tuple[int, ...]
+    layout: str
+    dtype: str
+    scale: float | None = None
+    zero_point: int | None = None
+
+
+@dataclass(frozen=True)
+class Manifest(Record):
+    """Stands beside an artefact: what made it, with which tools, for which chip, and what goes in and out.
+
+    ``made_from`` maps what went in (a file, plan, preset, seed) to its hash or value; ``files`` maps each file
+    of the artefact to its SHA-256.
+    """
+
+    kind: str
+    made_from: dict[str, str]
+    versions: dict[str, str]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    files: dict[str, str]
+    chip: str | None = None
+    notes: str = ""
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, object]):
+        values = dict(values)
+        for side in ("inputs", "outputs"):
+            values[side] = [TensorSpec.from_json({**spec}) for spec in values.get(side, [])]
+        return super().from_json(values)
+
+    def check_files(self, folder: str | Path) -> None:
+        """Raise ``ArtifactError`` with the difference if a listed file is missing or has changed."""
+        for name, expected in self.files.items():
+            path = Path(folder) / name
+            if not path.is_file():
+                raise ArtifactError(f"{path} is listed in its manifest but is not there; make the artefact again.")
+            found = file_sha256(path)
+            if found != expected:
+                raise ArtifactError(
+                    f"{path} does not fit its manifest: SHA-256 {found[:12]}… found, {expected[:12]}… recorded."
+                )
+
+
+def tool_versions(*names: str) -> dict[str, str]:
+    """Installed version of each named distribution ("absent" where there is none)."""
+    from importlib import metadata
+
+    found = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "absent"
+    return found

@@ -1,0 +1,149 @@
+"""The walk: execute the notebooks in order and leave each as an HTML report.
+
+``python -m lumen_lab.walk`` runs the notebooks of ``WALK``; paths given as arguments replace them. Every notebook runs
+in its own kernel, in its own folder, so that it behaves as it does when a reader opens it. One line a notebook is
+printed with its seconds; the first cell that fails ends the walk, and what was executed up to there is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from lumen_lab.errors import LumenError, MissingDependencyError
+from lumen_lab.specs import write_whole
+
+ROOT = Path(__file__).resolve().parents[1]
+WALK = (
+    "notebooks/01_operator_audit.ipynb",
+    "notebooks/02_rewrite_and_equivalence.ipynb",
+    "notebooks/06_on_device_compile.ipynb",
+    "notebooks/07_mask_comparison.ipynb",
+)
+
+
+class WalkError(LumenError):
+    """A notebook that is not there, or one of whose cells failed."""
+
+
+class Progress:
+    """One line on ``stream``: overwritten cell by cell on a terminal, written once elsewhere."""
+
+    def __init__(self, name: str, cells: int, stream=None):
+        self.stream = stream or sys.stdout
+        self.name, self.cells, self.started = name, cells, time.monotonic()
+        self._write(f"  {name:<30}", end="")
+
+    def cell(self, number: int) -> None:
+        """Say that cell ``number`` (from 1) has started; only a terminal shows it."""
+        if self.stream.isatty():
+            self._write(f"\r  {self.name:<30} cell {number} of {self.cells}, {self.seconds():4.0f} s ", end="")
+
+    def done(self, outcome: str) -> None:
+        """End the line with the seconds and ``outcome``."""
+        start = "\r\x1b[K" + f"  {self.name:<30}" if self.stream.isatty() else ""
+        self._write(f"{start} {self.seconds():6.1f} s  {outcome}", end="\n")
+
+    def seconds(self) -> float:
+        """Seconds since the notebook was started."""
+        return time.monotonic() - self.started
+
+    def _write(self, text: str, *, end: str) -> None:
+        print(text, end=end, file=self.stream, flush=True)
+
+
+def walk(notebooks: Sequence[str | Path] = WALK, *, out_dir: str | Path = ROOT / "build", stream=None) -> list[Path]:
+    """Execute ``notebooks`` in order; returns the HTML reports, in ``out_dir/reports``.
+
+    The executed notebooks lie in ``out_dir/notebooks``. ``WalkError`` names the first notebook that is missing or has
+    a cell that fails; that notebook is kept and reported as far as it came. Relative paths start at the repository.
+    """
+    paths = [ROOT / notebook for notebook in notebooks]
+    for path in paths:
+        if not path.is_file():
+            raise WalkError(f"{path} was asked for and is not there; the walk is {', '.join(WALK)}.")
+    return [_report(path, Path(out_dir), stream) for path in paths]
+
+
+def _report(path: Path, out_dir: Path, stream) -> Path:
+    nbformat = _needed("nbformat")
+    notebook = nbformat.read(path, as_version=4)
+    progress = Progress(path.stem, sum(cell.cell_type == "code" for cell in notebook.cells), stream)
+    problem = _execute(notebook, path.parent, progress)
+    write_whole(out_dir / "notebooks" / path.name, nbformat.writes(notebook))
+    report = write_whole(out_dir / "reports" / f"{path.stem}.html", _html(notebook, path.stem))
+    if problem:
+        progress.done("failed")
+        raise WalkError(f"{path.name}, {problem}\nThe notebook as far as it came: {report}")
+    progress.done(str(report.relative_to(Path.cwd()) if report.is_relative_to(Path.cwd()) else report))
+    return report
+
+
+def _execute(notebook, folder: Path, progress: Progress) -> str:
+    """Run the cells in place; returns what failed and where, or ""."""
+    nbclient = _needed("nbclient")
+    code_cells = [index for index, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
+    running = [0]
+
+    def started(cell, cell_index: int) -> None:
+        running[0] = code_cells.index(cell_index) + 1 if cell_index in code_cells else running[0]
+        progress.cell(running[0])
+
+    client = nbclient.NotebookClient(
+        notebook,
+        timeout=None,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(folder)}},
+        on_cell_start=started,
+    )
+    try:
+        client.execute()
+    except nbclient.exceptions.CellExecutionError as error:
+        return f"code cell {running[0]}: {error.ename}: {error.evalue}"
+    except nbclient.exceptions.DeadKernelError:
+        return f"code cell {running[0]}: the kernel died (out of memory?)"
+    return ""
+
+
+def _html(notebook, title: str) -> str:
+    # A report is a page to keep: pictures inside it, no script fetched from the network.
+    exporter = _needed("nbconvert").HTMLExporter(embed_images=True, require_js_url="", jquery_url="", mathjax_url="")
+    exporter.exclude_input_prompt = exporter.exclude_output_prompt = True
+    return exporter.from_notebook_node(notebook, resources={"metadata": {"name": title}})[0]
+
+
+def _needed(module: str):
+    from importlib import import_module
+
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            f"The walk executes notebooks, and {error.name} is not installed: pip install -e '.[notebooks]'."
+        ) from None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m lumen_lab.walk", description=__doc__.partition("\n")[0])
+    parser.add_argument("notebooks", nargs="*", default=WALK, help="instead of the whole walk")
+    parser.add_argument("--out-dir", type=Path, default=ROOT / "build", help="where reports/ and notebooks/ go")
+    options = parser.parse_args(arguments)
+    started = time.monotonic()
+    try:
+        reports = walk(options.notebooks, out_dir=options.out_dir)
+    except LumenError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        return 130
+    print(f"{len(reports)} reports in {reports[0].parent}, {time.monotonic() - started:.0f} s in all.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
