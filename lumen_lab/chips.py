@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import difflib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -82,7 +83,7 @@ def _read_table(path: Path) -> tuple[Chip, ...]:
         with open(path, newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
     except OSError as error:
-        raise ChipError(f"The table of chips cannot be read: {error}; reinstall the library, or name a table.") from None
+        raise ChipError(f"The table of chips cannot be read ({error}); install the library again.") from None
     missing = set(COLUMNS) - set(rows[0] if rows else ())
     if missing:
         raise ChipError(f"{path} is no table of chips: without rows or the columns {', '.join(sorted(missing))}.")
@@ -132,8 +133,8 @@ def _index() -> dict[str, tuple[Chip, ...]]:
 def _nearest(name: str) -> str:
     keys = difflib.get_close_matches(_key(name), _index(), n=3, cutoff=0.6)
     chips = dict.fromkeys(chip for key in keys for chip in _index()[key])
-    return f"Did you mean {_listed(list(chips))}?" if chips else "chips.load_chips() lists them; older ones are refused."
+    return f"Did you mean {_listed(chips)}?" if chips else "load_chips() lists them; older ones are refused."
 
 
-def _listed(chips) -> str:
+def _listed(chips: Iterable[Chip]) -> str:
     return ", ".join(str(chip) for chip in chips)

@@ -17,6 +17,10 @@ class ChipError(LumenError):
     """A chip name that is unknown, ambiguous or not served by the NPU compiler."""
 
 
+class AuditError(LumenError):
+    """A network that cannot be read operation by operation, or a join of two views that do not fit."""
+
+
 class RewriteError(LumenError):
     """A rewrite or plan that was refused, with the condition that refused it."""
 

@@ -34,7 +34,7 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 WHITE = (255, 255, 255)
-OVERLAY_COLOR = (230, 0, 126)
+OVERLAY_COLOR, OVERLAY_OPACITY = (230, 0, 126), 0.45
 CHECKER_COLORS = (236, 192)
 LOWER_COLOR, HIGHER_COLOR = (33, 102, 172), (178, 24, 43)
 
@@ -157,7 +157,9 @@ def check_mask(mask: np.ndarray, *, size: tuple[int, int] | None = None) -> np.n
     return np.ascontiguousarray(np.clip(values.astype(np.float32), 0, 1))
 
 
-def paint_overlay(image: np.ndarray, mask: np.ndarray, *, color: tuple = OVERLAY_COLOR, opacity: float = 0.6):
+def paint_overlay(
+    image: np.ndarray, mask: np.ndarray, *, color: tuple = OVERLAY_COLOR, opacity: float = OVERLAY_OPACITY
+) -> np.ndarray:
     """The image tinted with ``color`` (R, G, B) where the mask is: uint8 (H, W, 3)."""
     weight = opacity * check_mask(mask, size=check_image(image).shape[:2])[..., None]
     return np.rint(image * (1 - weight) + np.float32(color) * weight).astype(np.uint8)
@@ -231,7 +233,7 @@ def _what_it_looks_like(path: Path) -> str:
         head = file.read(16)
     if head[4:8] == b"ftyp" and head[8:11] in (b"hei", b"hev", b"mif"):
         return "it is HEIC, which Pillow has no decoder for; export it as JPEG"
-    if all(byte in b"\t\n\r" or byte >= 32 for byte in head):
+    if all(byte in b"\t\n\r" or 32 <= byte < 127 for byte in head):
         return f"it starts like text ({head[:12]!r}), whatever its name says"
     return f"its first bytes ({head[:8]!r}) are of no known image format"
 

@@ -23,7 +23,8 @@ def tap(model: nn.Module, paths: Iterable[str]) -> Iterator[dict[str, Tap]]:
     """Record inputs and outputs of the modules at ``paths`` while the block runs.
 
     A module that is called twice (the encoder) has two entries. Inputs are copied before the module runs and outputs
-    as they leave it, so that a later in-place operation does not show. An unknown path raises ``KeyError`` with the nearest names.
+    as they leave it, so that a later in-place operation does not show. An unknown path raises ``KeyError`` with the
+    nearest names.
     """
     modules = dict(model.named_modules())
     taps: dict[str, Tap] = {}

@@ -11,6 +11,8 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from copy import deepcopy
+from importlib import import_module
 from pathlib import Path
 
 from lumen_lab.errors import LumenError, MissingDependencyError
@@ -96,6 +98,7 @@ def _execute(notebook, folder: Path, progress: Progress) -> str:
         notebook,
         timeout=None,
         kernel_name="python3",
+        extra_arguments=["--log-level=CRITICAL"],
         resources={"metadata": {"path": str(folder)}},
         on_cell_start=started,
     )
@@ -105,19 +108,24 @@ def _execute(notebook, folder: Path, progress: Progress) -> str:
         return f"code cell {running[0]}: {error.ename}: {error.evalue}"
     except nbclient.exceptions.DeadKernelError:
         return f"code cell {running[0]}: the kernel died (out of memory?)"
+    except AssertionError:
+        # On SIGINT nbclient stops the kernel in a handler of its own and then trips over the missing kernel.
+        raise KeyboardInterrupt from None
     return ""
 
 
 def _html(notebook, title: str) -> str:
-    # A report is a page to keep: pictures inside it, no script fetched from the network.
-    exporter = _needed("nbconvert").HTMLExporter(embed_images=True, require_js_url="", jquery_url="", mathjax_url="")
+    """The report: pictures inside it and nothing fetched from a network, so widgets show their static form."""
+    nbconvert = _needed("nbconvert")
+    static = deepcopy(notebook)
+    static.metadata.pop("widgets", None)
+    exporter = nbconvert.HTMLExporter(embed_images=True, require_js_url="", jquery_url="", mathjax_url="")
     exporter.exclude_input_prompt = exporter.exclude_output_prompt = True
-    return exporter.from_notebook_node(notebook, resources={"metadata": {"name": title}})[0]
+    page, _ = exporter.from_notebook_node(static, resources={"metadata": {"name": title}})
+    return page.replace('<script src=""></script>', "").replace('<script src=""> </script>', "")
 
 
 def _needed(module: str):
-    from importlib import import_module
-
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -141,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         return 130
-    print(f"{len(reports)} reports in {reports[0].parent}, {time.monotonic() - started:.0f} s in all.")
+    print(f"The reports are in {reports[0].parent} ({time.monotonic() - started:.0f} s in all).")
     return 0
 
 

@@ -45,6 +45,20 @@ def place_cutout(
     return unpremultiply(np.asarray(layer))
 
 
+def cutout_window(
+    rgba: np.ndarray, *, size: tuple[int, int], centre_px: tuple[float, float], scale: float, margin_px: float = 0.0
+) -> tuple[slice, slice] | None:
+    """Rows and columns of the frame that a placed cut-out can reach, at any angle; None if it misses the frame."""
+    reach = 0.65 * math.hypot(*rgba.shape[:2]) * scale + margin_px + 2
+    spans = []
+    for centre, length in zip(centre_px, size):
+        start, stop = max(0, math.floor(centre - reach)), min(length, math.ceil(centre + reach))
+        if stop - start < 2:
+            return None
+        spans.append(slice(start, stop))
+    return spans[0], spans[1]
+
+
 def unpremultiply(layer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """RGB and alpha as float32 from a uint8 premultiplied H×W×4 layer."""
     values = layer.astype(np.float32)
@@ -171,27 +185,52 @@ def _divide(layer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def harmonise(rgb: np.ndarray, alpha: np.ndarray, background: np.ndarray, *, strength: float) -> np.ndarray:
-    """Shift the cut-out's colour mean and spread part of the way (``strength`` 0…1) to the background's."""
-    weight = alpha / max(float(alpha.sum()), 1e-6)
-    mean = np.einsum("hwc,hw->c", rgb, weight)
-    spread = np.sqrt(np.einsum("hwc,hw->c", (rgb - mean) ** 2, weight)) + 0.02
-    target_mean, target_spread = background.mean((0, 1)), background.std((0, 1)) + 0.02
+    """Shift the cut-out's colour mean and spread part of the way (``strength`` 0…1) to the background's.
+
+    Means and spreads are taken on every second row and column, the cut-out's weighted by its alpha.
+    """
+    weight = alpha[::2, ::2].ravel()
+    total = max(float(weight.sum()), 1e-6)
+    colours = rgb[::2, ::2].reshape(-1, 3)
+    mean = weight @ colours / total
+    spread = np.sqrt(np.maximum(weight @ colours**2 / total - mean**2, 0)) + 0.02
+    behind = background[::2, ::2].reshape(-1, 3)
+    target_mean = behind.mean(0)
+    target_spread = np.sqrt(np.maximum((behind**2).mean(0) - target_mean**2, 0)) + 0.02
     gain = 1 + strength * (np.clip(target_spread / spread, 0.6, 1.6) - 1)
-    shifted = mean + strength * (target_mean - mean)
-    return np.clip((rgb - mean) * gain.astype(np.float32) + shifted.astype(np.float32), 0, 1)
+    shifted = mean + strength * (target_mean - mean) - gain * mean
+    return np.clip(rgb * gain.astype(np.float32) + shifted.astype(np.float32), 0, 1)
 
 
 def shade(
     rgb: np.ndarray, *, rng: np.random.Generator, light: np.ndarray | None = None, gamma: float = 1.0
 ) -> np.ndarray:
     """Relight a layer: gamma, a small change of saturation and tint, and a gain map (H×W)."""
-    out = rgb if gamma == 1.0 else np.power(rgb, np.float32(gamma))
-    grey = (out @ LUMA)[..., None]
-    out = grey + (out - grey) * np.float32(rng.uniform(0.6, 1.3))
-    out = out * np.exp(rng.normal(0, 0.06, 3)).astype(np.float32)
+    out = rgb if abs(gamma - 1) < 0.05 else np.power(rgb, np.float32(gamma))
+    tint = np.exp(rng.normal(0, 0.06, 3))
+    out = map_colours(out, saturation_matrix(rng.uniform(0.7, 1.4)) * tint)
     if light is not None:
-        out = out * light[..., None]
-    return np.clip(out, 0, 1)
+        out *= light[..., None]
+    return np.clip(out, 0, 1, out=out)
+
+
+def saturation_matrix(saturation: float) -> np.ndarray:
+    """3×3 matrix M such that ``rgb @ M`` scales the distance from grey."""
+    return np.eye(3) * saturation + (1 - saturation) * LUMA[:, None]
+
+
+def map_colours(rgb: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+    """``rgb @ matrix`` for every pixel, as a new array."""
+    return (rgb.reshape(-1, 3) @ matrix.astype(np.float32)).reshape(rgb.shape)
+
+
+def relief_light(alpha: np.ndarray, *, rng: np.random.Generator, depth_px: float) -> np.ndarray:
+    """float32 H×W gain that rounds a flat layer: its blurred alpha read as height and lit from a random side."""
+    height = blur(alpha, depth_px)
+    down, right = np.gradient(height)
+    turn = rng.uniform(0, 2 * math.pi)
+    slope = (down * math.sin(turn) + right * math.cos(turn)) * depth_px
+    return (1 + rng.uniform(0.5, 2.0) * slope).astype(np.float32)
 
 
 def mix_channels(rgb: np.ndarray, *, rng: np.random.Generator) -> np.ndarray:
@@ -200,8 +239,7 @@ def mix_channels(rgb: np.ndarray, *, rng: np.random.Generator) -> np.ndarray:
     along, across = math.cos(turn), math.sin(turn)
     third, root = (1 - along) / 3, across / math.sqrt(3)
     a, b, c = along + third, third - root, third + root
-    matrix = np.array([[a, b, c], [c, a, b], [b, c, a]], np.float32)
-    return np.clip(rgb @ matrix.T, 0, 1)
+    return np.clip(map_colours(rgb, np.array([[a, c, b], [b, a, c], [c, b, a]])), 0, 1)
 
 
 def cast_shadow(
@@ -237,16 +275,17 @@ def blur_seam(image: np.ndarray, alpha: np.ndarray, *, sigma_px: float) -> np.nd
 
 def grade(image: np.ndarray, *, rng: np.random.Generator) -> np.ndarray:
     """Exposure, white balance, contrast about the mean, saturation, gamma, haze and vignette, all mild."""
-    out = image * (np.exp(rng.normal(0, 0.15)) * np.exp(rng.normal(0, 0.05, 3))).astype(np.float32)
-    mean = out.mean(dtype=np.float32)
-    out = mean + (out - mean) * np.float32(rng.uniform(0.75, 1.25))
-    saturation = 0.0 if rng.random() < 0.06 else rng.uniform(0.6, 1.25)
-    grey = (out @ LUMA)[..., None]
-    out = np.clip(grey + (out - grey) * np.float32(saturation), 0, 1)
+    mean = image[::2, ::2].mean(dtype=np.float32)
+    # Mid-grey is where a light meter puts a scene: pull very dark and very bright ones part of the way there.
+    exposure = math.exp(rng.normal(0, 0.15)) * (0.4 / max(float(mean), 0.05)) ** rng.uniform(0, 0.6)
+    contrast = rng.uniform(0.85, 1.35)
+    saturation = 0.0 if rng.random() < 0.04 else rng.uniform(0.75, 1.4)
+    matrix = saturation_matrix(saturation) * (exposure * contrast * np.exp(rng.normal(0, 0.04, 3)))
+    out = np.clip(map_colours(image, matrix) + mean * np.float32(exposure * (1 - contrast)), 0, 1)
     if rng.random() < 0.5:
         out = np.power(out, np.float32(math.exp(rng.normal(0, 0.2))))
-    if rng.random() < 0.15:
-        haze = np.float32(rng.uniform(0.05, 0.3))
+    if rng.random() < 0.1:
+        haze = np.float32(rng.uniform(0.05, 0.25))
         out = out * (1 - haze) + haze * rng.uniform(0.6, 0.95, 3).astype(np.float32)
     if rng.random() < 0.3:
         rows = np.linspace(-1, 1, out.shape[0], dtype=np.float32)[:, None]
@@ -282,7 +321,7 @@ def camera(image: np.ndarray, alpha: np.ndarray, *, rng: np.random.Generator) ->
         image = blur(image, rng.uniform(0.3, 0.8) * per_192)
     image = grade(image, rng=rng)
     if rng.random() < 0.6:
-        image = sensor_noise(image, rng=rng, shot=rng.uniform(0, 0.05), read=rng.uniform(0, 0.025))
+        image = sensor_noise(image, rng=rng, shot=rng.uniform(0, 0.05), read=rng.uniform(0, 0.018))
     if rng.random() < 0.6:
         image = jpeg_round_trip(image, quality=int(rng.integers(35, 96)))
     return np.clip(image, 0, 1)

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from scipy import ndimage
 
 from lumen_lab.datasets import compose, thin
+from lumen_lab.datasets.attributes import ATTRIBUTES, matte_attributes
 from lumen_lab.datasets.sources import SourceBank, open_sources
 from lumen_lab.errors import DatasetError
 
 IMAGENET_MEAN = np.array([0.485, 0.456, 0.406], np.float32)
 IMAGENET_STD = np.array([0.229, 0.224, 0.225], np.float32)
-ATTRIBUTES = ("thin", "soft_edge", "small", "large", "multiple", "low_contrast", "hole", "touching_border")
 # How often each kind of scene is drawn; layouts name where the main cut-out stands.
-MIXTURE = {"cutout": 0.76, "thin": 0.12, "shape": 0.12}
+MIXTURE = {"cutout": 0.78, "thin": 0.12, "shape": 0.10}
+MOST_ENLARGED = 2.2  # beyond that a cut-out's edge shows its pixels
 LAYOUTS = {"small": 0.12, "medium": 0.33, "large": 0.23, "fill": 0.18, "portrait": 0.14}
 
 
@@ -43,7 +43,7 @@ class Scene:
 class _Layer:
     rgb: np.ndarray
     alpha: np.ndarray
-    count: int = field(default=1)
+    count: int
 
 
 class ComposedScenes(torch.utils.data.Dataset):
@@ -51,7 +51,8 @@ class ComposedScenes(torch.utils.data.Dataset):
 
     Item ``i`` is a dict: ``image`` float32 3×H×W (ImageNet-normalised unless ``normalise=False``, then in [0, 1]),
     ``matte`` float32 1×H×W in [0, 1], ``attributes`` bool of ``len(ATTRIBUTES)`` and ``index``. It depends on
-    (seed, i), the split's sources, ``size`` and ``mixture`` alone. Raises ``DatasetError`` for an empty split.
+    (seed, i), the split's sources, ``size`` and ``mixture`` alone: the same bits in every process, and across machines
+    what the same versions of numpy, scipy and Pillow round alike. Raises ``DatasetError`` for an empty split.
     """
 
     def __init__(
@@ -88,10 +89,13 @@ class ComposedScenes(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, object]:
         scene = self.scene(index)
-        image = (scene.image - IMAGENET_MEAN) / IMAGENET_STD if self.normalise else scene.image
+        planes = np.ascontiguousarray(scene.image.transpose(2, 0, 1), dtype=np.float32)
+        if self.normalise:
+            planes -= IMAGENET_MEAN[:, None, None]
+            planes /= IMAGENET_STD[:, None, None]
         flags = matte_attributes(scene.matte, scene.image, objects=scene.objects)
         return {
-            "image": torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1), dtype=np.float32)),
+            "image": torch.from_numpy(planes),
             "matte": torch.from_numpy(np.ascontiguousarray(scene.matte[None], dtype=np.float32)),
             "attributes": torch.tensor([flags[name] for name in ATTRIBUTES]),
             "index": index,
@@ -101,7 +105,10 @@ class ComposedScenes(torch.utils.data.Dataset):
 def compose_scene(
     foregrounds, backgrounds, *, size: tuple[int, int], rng: np.random.Generator, mixture: Mapping[str, float] = MIXTURE
 ) -> Scene:
-    """Draw one scene: background with its clutter, salient layers, shadow, composite, camera."""
+    """Draw one scene: background with its clutter, salient layers, shadow, composite, camera.
+
+    ``foregrounds`` and ``backgrounds`` are groups of pictures as ``SourceBank.select`` gives them.
+    """
     kind = _pick(mixture, rng)
     background = _background(foregrounds, backgrounds, size, rng)
     for _ in range(8):
@@ -120,66 +127,82 @@ def _pick(shares: Mapping[str, float], rng: np.random.Generator) -> str:
     return names[int(rng.choice(len(names), p=weights / weights.sum()))]
 
 
-def _one(pictures, rng: np.random.Generator) -> np.ndarray:
-    return pictures[int(rng.integers(len(pictures)))]
+def _one(groups, rng: np.random.Generator) -> np.ndarray:
+    """A picture of a group: all groups are as likely, so that ten views of one thing do not weigh ten times."""
+    group = groups[int(rng.integers(len(groups)))]
+    return group[int(rng.integers(len(group)))]
 
 
 def _background(foregrounds, backgrounds, size, rng) -> np.ndarray:
+    """A photograph, a backdrop or two planes; with clutter that is not salient; sometimes out of focus."""
     draw = rng.random()
-    if draw < 0.16:
+    if draw < 0.12:
         ground = compose.backdrop(size, rng=rng)
     else:
         ground = compose.crop_background(_one(backgrounds, rng), size=size, rng=rng)
-        if draw < 0.34:
-            other = compose.backdrop(size, rng=rng) if draw < 0.25 else None
-            if other is None:
-                other = compose.crop_background(_one(backgrounds, rng), size=size, rng=rng)
+        if draw < 0.2:
+            ground = compose.two_planes(compose.backdrop(size, rng=rng), ground, rng=rng)
+        elif draw < 0.34:
+            other = compose.crop_background(_one(backgrounds, rng), size=size, rng=rng)
             ground = compose.two_planes(other, ground, rng=rng)
-    if rng.random() < 0.25:
+    if rng.random() < 0.1:
         ground = compose.mix_channels(ground, rng=rng)
-    ground = compose.shade(ground, rng=rng, gamma=math.exp(rng.normal(0, 0.3)))
+    if rng.random() < 0.5:
+        light = compose.light_gradient(size, rng=rng, strength=rng.uniform(0.1, 0.8))
+        ground = compose.shade(ground, rng=rng, light=light, gamma=math.exp(rng.normal(0, 0.3)))
     per_192 = min(size) / 192
     sigma_px = rng.exponential(2.2) * per_192 if rng.random() < 0.6 else 0.0
-    for _ in range(int(rng.choice([0, 1, 2, 4], p=[0.6, 0.2, 0.12, 0.08]))):
-        ground = _add_clutter(ground, foregrounds, size, rng, fade=0.2 if sigma_px > 1.5 * per_192 else 0.55)
+    for _ in range(int(rng.choice([0, 1, 2, 4], p=[0.55, 0.2, 0.15, 0.1]))):
+        _add_clutter(ground, foregrounds, size, rng, fade=0.2 if sigma_px > 1.5 * per_192 else 0.55)
     return compose.blur(ground, min(sigma_px, 10 * per_192))
 
 
-def _add_clutter(ground, foregrounds, size, rng, *, fade: float) -> np.ndarray:
-    """Paste a cut-out that is not salient: it takes the ground's colours and fades into it."""
+def _add_clutter(ground, foregrounds, size, rng, *, fade: float) -> None:
+    """Paste into ``ground`` a cut-out that is not salient: it takes the ground's colours and fades into it."""
     long_side = min(size) * rng.uniform(0.12, 0.7 if fade < 0.5 else 0.35)
-    rgb, alpha = _placed(_one(foregrounds, rng), size, rng, long_side, rng.uniform(0, 1, 2) * size, max_angle_deg=25)
-    rgb = compose.harmonise(rgb, alpha, ground, strength=rng.uniform(0.5, 0.95))
-    return compose.composite(rgb, alpha * np.float32(1 - fade * rng.uniform(0.6, 1.2)), ground)
+    placed = _placed(_one(foregrounds, rng), size, rng, long_side, rng.uniform(0, 1, 2) * size, max_angle_deg=25)
+    if placed is None:
+        return
+    window, rgb, alpha = placed
+    rgb = compose.harmonise(rgb, alpha, ground[window], strength=rng.uniform(0.5, 0.95))
+    alpha = alpha * np.float32(1 - fade * rng.uniform(0.6, 1.2))
+    ground[window] = compose.composite(rgb, alpha, ground[window])
 
 
 def _placed(rgba, size, rng, long_side_px, centre_px, *, max_angle_deg):
+    """Window of the frame, RGB and alpha of a cut-out with a random flip, turn and shear; None outside the frame."""
+    scale = long_side_px / max(rgba.shape[:2])
+    window = compose.cutout_window(rgba, size=size, centre_px=centre_px, scale=scale, margin_px=0.03 * min(size))
     if rng.random() < 0.5:
-        rgba = rgba[:, ::-1]
+        rgba = np.ascontiguousarray(rgba[:, ::-1])
     angle_deg = rng.uniform(-180, 180) if rng.random() < 0.08 else rng.normal(0, max_angle_deg / 2)
-    return compose.place_cutout(
-        np.ascontiguousarray(rgba),
-        size=size,
-        centre_px=tuple(centre_px),
-        scale=long_side_px / max(rgba.shape[:2]),
+    shear, stretch = rng.normal(0, 0.08), math.exp(rng.normal(0, 0.1))
+    if window is None:
+        return None
+    rows, columns = window
+    rgb, alpha = compose.place_cutout(
+        rgba,
+        size=(rows.stop - rows.start, columns.stop - columns.start),
+        centre_px=(centre_px[0] - rows.start, centre_px[1] - columns.start),
+        scale=scale,
         angle_deg=angle_deg,
-        shear=rng.normal(0, 0.08),
-        stretch=math.exp(rng.normal(0, 0.1)),
+        shear=shear,
+        stretch=stretch,
     )
+    return window, rgb, alpha
 
 
-def _layout(rgba, size, rng) -> tuple[float, np.ndarray]:
-    """Long side in px and centre (row, column) of the main object."""
+def _layout(rgba, name: str, size, rng) -> tuple[float, np.ndarray]:
+    """Long side in px and centre (row, column) of the main object for one of ``LAYOUTS``."""
     side, sizes = min(size), np.array(size, float)
-    name = _pick(LAYOUTS, rng)
     if name == "small":
-        return side * rng.uniform(0.14, 0.32), rng.uniform(0.12, 0.88, 2) * sizes
+        return side * rng.uniform(0.16, 0.32), rng.uniform(0.12, 0.88, 2) * sizes
     if name == "medium":
         return side * rng.uniform(0.32, 0.75), rng.uniform(0.28, 0.72, 2) * sizes
     if name == "large":
         return side * rng.uniform(0.75, 1.1), rng.uniform(0.42, 0.58, 2) * sizes
     if name == "fill":
-        return side * rng.uniform(1.1, 2.0), rng.uniform(0.3, 0.7, 2) * sizes
+        return side * rng.uniform(1.1, 2.2), rng.uniform(0.3, 0.7, 2) * sizes
     height, width = rgba.shape[:2]
     across = side * rng.uniform(0.5, 1.05)  # a portrait: as wide as most of the frame, cut off below
     tall = across * height / width
@@ -188,73 +211,121 @@ def _layout(rgba, size, rng) -> tuple[float, np.ndarray]:
     return max(tall, tall * width / height), np.array([top + tall / 2, size[1] * rng.uniform(0.35, 0.65)])
 
 
-def _cutout_layer(foregrounds, backgrounds, ground, size, rng) -> _Layer:
-    rgb = np.zeros((*size, 3), np.float32)
-    alpha = np.zeros(size, np.float32)
-    count = 0
-    for k in range(int(rng.choice([1, 2, 3], p=[0.76, 0.17, 0.07]))):
+def _detailed(foregrounds, rng, least_px: float) -> np.ndarray:
+    """A cut-out whose own long side reaches ``least_px``, if a few draws find one: enlarged stamps look blurred."""
+    for _ in range(6):
         rgba = _one(foregrounds, rng)
+        if max(rgba.shape[:2]) >= least_px:
+            break
+    return rgba
+
+
+def _cutout_layer(foregrounds, backgrounds, ground, size, rng) -> _Layer:
+    layer = _Layer(np.zeros((*size, 3), np.float32), np.zeros(size, np.float32), 0)
+    for k in range(int(rng.choice([1, 2, 3], p=[0.76, 0.17, 0.07]))):
+        name = _pick(LAYOUTS, rng) if k == 0 else ""
+        least_px = {"large": 0.7, "portrait": 0.9, "fill": 1.1}.get(name, 0) * min(size)
+        rgba = _detailed(foregrounds, rng, least_px)
         if k == 0:
-            long_side_px, centre = _layout(rgba, size, rng)
-        else:
+            long_side_px, centre = _layout(rgba, name, size, rng)
+        elif rng.random() < 0.5:
             long_side_px, centre = min(size) * rng.uniform(0.25, 0.6), rng.uniform(0.1, 0.9, 2) * size
-        front, matte = _dressed(rgba, ground, size, rng, long_side_px, centre)
-        if matte.sum() < 30:
-            continue
-        union = compose.over(matte, alpha)
-        share = (matte / np.maximum(union, 1e-6))[..., None]
-        rgb, alpha, count = front * share + rgb * (1 - share), union, count + 1
-    return _Layer(rgb, alpha, count)
+        else:  # beside or before the main object, as things stand on a table
+            long_side_px = long_side_px * rng.uniform(0.4, 0.9)
+            centre = centre + rng.normal(0, 0.35, 2) * long_side_px
+        long_side_px = min(long_side_px, MOST_ENLARGED * max(rgba.shape[:2]))
+        _stack(layer, _dressed(rgba, ground, size, rng, long_side_px, centre))
+    return layer
 
 
-def _dressed(rgba, ground, size, rng, long_side_px, centre) -> tuple[np.ndarray, np.ndarray]:
-    """Place one salient cut-out and give it the scene's colours, light and focus."""
-    rgb, alpha = _placed(rgba, size, rng, long_side_px, centre, max_angle_deg=20)
-    if rng.random() < 0.2:
+def _stack(layer: _Layer, placed) -> None:
+    """Lay a placed cut-out over the layer, unless it hardly shows or hides what is there."""
+    if placed is None:
+        return
+    window, front, matte = placed
+    if matte.sum() < 0.001 * layer.alpha.size:
+        return
+    behind = layer.alpha[window]
+    union = compose.over(matte, behind)
+    share = (matte / np.maximum(union, 1e-6))[..., None]
+    layer.rgb[window] = front * share + layer.rgb[window] * (1 - share)
+    layer.alpha[window] = union
+    layer.count += 1
+
+
+def _dressed(rgba, ground, size, rng, long_side_px, centre):
+    """Place one salient cut-out and give it the scene's colours, light and focus: window, RGB, alpha or None."""
+    placed = _placed(rgba, size, rng, long_side_px, centre, max_angle_deg=20)
+    if placed is None:
+        return None
+    window, rgb, alpha = placed
+    per_192 = min(size) / 192
+    if rng.random() < 0.08:
         rgb = compose.mix_channels(rgb, rng=rng)
-    strength = rng.uniform(0.6, 0.9) if rng.random() < 0.15 else rng.uniform(0, 0.45)
+    camouflaged = rng.random() < 0.08 and long_side_px > 0.4 * min(size)  # a small one would vanish
+    strength = rng.uniform(0.6, 0.85) if camouflaged else rng.uniform(0, 0.4)
     rgb = compose.harmonise(rgb, alpha, ground, strength=strength)
-    light = compose.light_gradient(size, rng=rng, strength=rng.uniform(0.1, 0.9)) if rng.random() < 0.6 else None
+    light = compose.light_gradient(alpha.shape, rng=rng, strength=rng.uniform(0.1, 0.9))
+    if rng.random() < 0.4:
+        light *= compose.relief_light(alpha, rng=rng, depth_px=rng.uniform(2, 8) * per_192)
+    enlarged = long_side_px / max(rgba.shape[:2])
+    if enlarged > 1.2:
+        light *= _grain(alpha.shape, rng, strength=rng.uniform(0, min(0.3, 0.1 * enlarged)))
     rgb = compose.shade(rgb, rng=rng, light=light, gamma=math.exp(rng.normal(0, 0.25)))
-    draw, per_192 = rng.random(), min(size) / 192
+    return (window, *_out_of_focus(rgb, alpha, rng, per_192))
+
+
+def _grain(shape, rng, *, strength: float) -> np.ndarray:
+    """Gain of fine texture: what an enlarged cut-out lacks."""
+    fine = rng.standard_normal(shape, dtype=np.float32)
+    return 1 + np.float32(strength) * compose.blur(fine, rng.uniform(0.6, 1.6))
+
+
+def _out_of_focus(rgb, alpha, rng, per_192) -> tuple[np.ndarray, np.ndarray]:
+    draw = rng.random()
     if draw < 0.12:
         return compose.blur_layer(rgb, alpha, rng.uniform(0.5, 2.2) * per_192)
     if draw < 0.17:
-        return compose.motion_blur(
-            rgb, alpha, length_px=rng.uniform(3, 10) * per_192, angle_deg=rng.choice([0, 90, rng.uniform(0, 180)])
-        )
+        angle_deg = rng.choice([0, 90, rng.uniform(0, 180)])
+        return compose.motion_blur(rgb, alpha, length_px=rng.uniform(3, 10) * per_192, angle_deg=angle_deg)
     return rgb, alpha
 
 
-def _textured(alpha, backgrounds, ground, size, rng) -> np.ndarray:
+def _textured(alpha, backgrounds, ground, size, rng, *, depth_px: float) -> np.ndarray:
     """Colours for a drawn alpha: a crop of another photograph, or noise, moved away from the ground's mean."""
     if rng.random() < 0.5:
         rgb = compose.crop_background(_one(backgrounds, rng), size=size, rng=rng)
-        rgb = compose.mix_channels(rgb, rng=rng) if rng.random() < 0.6 else rgb
+        rgb = compose.mix_channels(rgb, rng=rng) if rng.random() < 0.5 else rgb
     else:
         rgb = compose.backdrop(size, rng=rng)
-    weight = alpha / max(float(alpha.sum()), 1e-6)
-    gap = np.einsum("hwc,hw->c", rgb - ground, weight) @ compose.LUMA
+    weight = (alpha / max(float(alpha.sum()), 1e-6)).ravel()
+    behind = float(weight @ ground.reshape(-1, 3) @ compose.LUMA)
+    gap = float(weight @ rgb.reshape(-1, 3) @ compose.LUMA) - behind
     least = rng.uniform(0.1, 0.4)
     if abs(gap) < least:
-        away = least if gap >= 0 else -least
-        behind = float(np.einsum("hwc,hw->c", ground, weight) @ compose.LUMA)
-        away = -abs(away) if behind + away > 0.95 else abs(away) if behind + away < 0.05 else away
+        away = math.copysign(least, gap)
+        away = -least if behind + away > 0.95 else least if behind + away < 0.05 else away
         rgb = np.clip(rgb + np.float32(away - gap), 0, 1)
-    return compose.shade(rgb, rng=rng, light=compose.light_gradient(size, rng=rng, strength=rng.uniform(0.2, 0.8)))
+    light = compose.light_gradient(size, rng=rng, strength=rng.uniform(0.2, 0.8))
+    light *= compose.relief_light(alpha, rng=rng, depth_px=depth_px)
+    return compose.shade(rgb, rng=rng, light=light)
 
 
 def _thin_layer(foregrounds, backgrounds, ground, size, rng) -> _Layer:
     alpha = thin.draw_thin(list(thin.STRUCTURES)[int(rng.integers(len(thin.STRUCTURES)))], size=size, rng=rng)
-    return _Layer(_textured(alpha, backgrounds, ground, size, rng), alpha)
+    rgb = _textured(alpha, backgrounds, ground, size, rng, depth_px=1.0)
+    return _Layer(rgb, alpha, 1)
 
 
 def _shape_layer(foregrounds, backgrounds, ground, size, rng) -> _Layer:
     alpha = thin.draw_shape(size=size, rng=rng)
-    rgb = _textured(alpha, backgrounds, ground, size, rng)
+    rgb = _textured(alpha, backgrounds, ground, size, rng, depth_px=rng.uniform(2, 10) * min(size) / 192)
+    if rng.random() < 0.4:  # a part of another colour: an edge inside the object is not its outline
+        part = thin.draw_shape(size=size, rng=rng)[..., None]
+        rgb = rgb + part * (_textured(alpha, backgrounds, ground, size, rng, depth_px=4.0) - rgb)
     if rng.random() < 0.15:
         rgb, alpha = compose.blur_layer(rgb, alpha, rng.uniform(0.5, 2.0) * min(size) / 192)
-    return _Layer(rgb, alpha)
+    return _Layer(rgb, alpha, 1)
 
 
 _LAYER_MAKERS = {"cutout": _cutout_layer, "thin": _thin_layer, "shape": _shape_layer}
@@ -271,51 +342,3 @@ def _shadow(background, alpha, rng) -> np.ndarray:
         sigma_px=rng.uniform(1.5, 9) * per_192,
         strength=rng.uniform(0.2, 0.7),
     )
-
-
-def matte_attributes(matte: np.ndarray, image: np.ndarray, *, objects: int = 1) -> dict[str, bool]:
-    """The attributes of a scene, from its matte (H×W), image (H×W×3) and number of salient objects.
-
-    With the mask ``matte > 0.5`` and lengths as shares of the short side S: ``thin``: an opening by a square of
-    3.2 % S removes over 30 % of the mask; ``soft_edge``: over 2.5 pixels of 0.05 < matte < 0.95 per pixel of
-    outline; ``small`` / ``large``: under 5 % / over 50 % of the frame; ``multiple``: two objects or more;
-    ``low_contrast``: mean colours just inside and outside differ by less than 0.1 (root of summed squares);
-    ``hole``: the mask encloses background of at least 0.1 % of the frame; ``touching_border``: on at least 2 % of
-    the frame's border.
-    """
-    mask = matte > 0.5
-    area = float(mask.mean())
-    inner = ndimage.minimum_filter(mask, 3, mode="nearest")
-    outer = ndimage.maximum_filter(mask, 3, mode="nearest")
-    outline = max(int((mask & ~inner).sum()), 1)
-    width = max(3, round(0.032 * min(mask.shape)) | 1)
-    opened = ndimage.maximum_filter(ndimage.minimum_filter(mask, width, mode="nearest"), width, mode="nearest")
-    border = np.concatenate([mask[0], mask[-1], mask[1:-1, 0], mask[1:-1, -1]])
-    return {
-        "thin": bool(mask.any() and (mask & ~opened).sum() > 0.3 * mask.sum()),
-        "soft_edge": bool(((matte > 0.05) & (matte < 0.95)).sum() > 2.5 * outline),
-        "small": area < 0.05,
-        "large": area > 0.5,
-        "multiple": objects >= 2,
-        "low_contrast": _contrast(image, mask, inner, outer) < 0.1,
-        "hole": _hole_area(mask) >= max(6.0, 0.001 * mask.size),
-        "touching_border": bool(border.mean() >= 0.02),
-    }
-
-
-def _contrast(image, mask, inner, outer) -> float:
-    inside, outside = mask & ~inner, outer & ~mask
-    if not inside.any() or not outside.any():
-        return 1.0
-    return float(np.sqrt(((image[inside].mean(0) - image[outside].mean(0)) ** 2).sum()))
-
-
-def _hole_area(mask: np.ndarray) -> int:
-    labels, count = ndimage.label(~mask)
-    if count < 2:
-        return 0
-    open_labels = np.unique(np.concatenate([labels[0], labels[-1], labels[:, 0], labels[:, -1]]))
-    sizes = np.bincount(labels.ravel(), minlength=count + 1)
-    sizes[0] = 0
-    sizes[open_labels] = 0
-    return int(sizes.sum())

@@ -9,10 +9,11 @@ scene is composed, so that no picture is seen in two splits.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
-import subprocess
 import sys
+import zipfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,29 +23,26 @@ import numpy as np
 from PIL import Image
 from scipy import ndimage
 
-from lumen_lab.errors import DatasetError
+from lumen_lab.datasets.debian import (
+    BACKGROUND_PACKAGES,
+    DEBIAN_PACKAGES,
+    DRAWN_BACKGROUNDS,
+    FOREGROUND_PACKAGES,
+    SALIENT_BACKGROUNDS,
+    SKIPPED_FOLDERS,
+    fetch_debian_sources,
+)
+from lumen_lab.errors import ArtifactError, DatasetError
 from lumen_lab.specs import Record, write_whole
 
 SPLITS = ("train", "validation", "test")
-FOREGROUND_PACKAGES = {"tuxpaint-stamps-default": "usr/share/tuxpaint/stamps"}
-BACKGROUND_PACKAGES = {
-    "gnome-backgrounds": "usr/share/backgrounds",
-    "mate-backgrounds": "usr/share/backgrounds",
-    "plasma-workspace-wallpapers": "usr/share/wallpapers",
-}
-DEBIAN_PACKAGES = (*FOREGROUND_PACKAGES, *BACKGROUND_PACKAGES)
-SKIPPED_FOLDERS = frozenset({"symbols", "cartoon", "flags", "roadsigns", "screenshot"})
-# Wallpapers whose picture is itself a salient object: as a background it would be a wrong label.
-SALIENT_WALLPAPERS = frozenset(
-    "ladybird onestandsout safelanding flyingkonqui autumn freshflower yellowflower garden twowings colorfulcups "
-    "greentraditional float-into-mate patak aqua".split()
-)
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"})
 FOREGROUND_SIDE_PX = 384
 BACKGROUND_SIDE_PX = 512
+VARIANT_SUFFIX = r"([-_ .]*(mirror(ed)?|flip(ped)?|copy|dark|light|small|large|\d+x\d+|\(\d+\)))+$"
 MIN_FOREGROUND_SIDE_PX = 48
 MIN_BACKGROUND_SIDE_PX = 240
-CACHE_FORMAT = 3
+CACHE_FORMAT = 5
 # Shares of groups that go to validation and to test; the rest is for training.
 HELD_OUT = {"foreground": (0.10, 0.12), "background": (0.13, 0.17)}
 
@@ -95,18 +93,24 @@ class SourceBank:
     index: SourceIndex
     pixels: tuple[np.ndarray, ...]
 
-    def select(self, kind: str, split: str) -> tuple[np.ndarray, ...]:
-        """The pictures of one kind ("foreground", "background") in one split; ``DatasetError`` if there is none."""
+    def select(self, kind: str, split: str) -> tuple[tuple[np.ndarray, ...], ...]:
+        """The pictures of one kind ("foreground", "background") in one split, as groups of near-duplicates.
+
+        ``DatasetError`` if the split has none.
+        """
         if split not in SPLITS:
             raise DatasetError(f"Split {split!r} was asked for; the splits are {', '.join(SPLITS)}.")
-        chosen = tuple(p for s, p in zip(self.index.sources, self.pixels) if s.kind == kind and s.split == split)
-        if not chosen:
+        groups: dict[str, list[np.ndarray]] = {}
+        for source, pixels in zip(self.index.sources, self.pixels):
+            if source.kind == kind and source.split == split:
+                groups.setdefault(source.group, []).append(pixels)
+        if not groups:
             kept = self.index.kept[kind]
             raise DatasetError(
                 f"The {split} split has no {kind}: {kept} were kept of {self.index.found[kind]} found "
                 f"(dropped: {self.index.dropped}); add pictures until every split holds some."
             )
-        return chosen
+        return tuple(tuple(group) for group in groups.values())
 
 
 def open_sources(root: str | Path, *, cache: bool = True) -> SourceBank:
@@ -118,8 +122,9 @@ def open_sources(root: str | Path, *, cache: bool = True) -> SourceBank:
     root = Path(root)
     listed = list_candidates(root)
     cache_path = root / ".scene_cache" / f"{_listing_key(root, listed)}.npz"
-    if cache and cache_path.is_file():
-        return _load_bank(cache_path)
+    bank = _load_bank(cache_path) if cache and cache_path.is_file() else None
+    if bank is not None:
+        return bank
     bank = scan_sources(listed, root=root)
     if cache:
         _save_bank(bank, cache_path)
@@ -172,15 +177,25 @@ def scan_sources(listed: Sequence[tuple[str, str]], *, root: str | Path) -> Sour
 
 
 def _read_source(path: Path, kind: str, name: str) -> tuple[np.ndarray | None, str]:
-    if SKIPPED_FOLDERS & {part.lower() for part in Path(name).parts} or path.stem == "screenshot":
-        return None, "folder of symbols or drawings"
-    if kind == "background" and SALIENT_WALLPAPERS & {part.split(".")[0].lower() for part in Path(name).parts}:
-        return None, "shows a salient object itself"
+    reason = _listed_reason(kind, name)
+    if reason:
+        return None, reason
     try:
         with Image.open(path) as image:
             return _foreground(image) if kind == "foreground" else _background(image)
     except (OSError, ValueError, SyntaxError):
         return None, "unreadable"
+
+
+def _listed_reason(kind: str, name: str) -> str:
+    parts = {part.lower() for part in Path(name).with_suffix("").parts}
+    if parts & SKIPPED_FOLDERS:
+        return "folder of symbols or drawings"
+    if kind == "background" and parts & SALIENT_BACKGROUNDS:
+        return "shows a salient object itself (listed)"
+    if kind == "background" and parts & DRAWN_BACKGROUNDS:
+        return "rendered (listed)"
+    return ""
 
 
 def _foreground(image: Image.Image) -> tuple[np.ndarray | None, str]:
@@ -211,25 +226,33 @@ def _background(image: Image.Image) -> tuple[np.ndarray | None, str]:
     image = image.convert("RGB")
     image.thumbnail((BACKGROUND_SIDE_PX, BACKGROUND_SIDE_PX), Image.Resampling.BOX)
     pixels = np.array(image)
-    if pixels.std() < 4:
+    if pixels.std() < 6:
         return None, "blank"
-    reason = drawing_reason(pixels, np.ones(pixels.shape[:2], bool), most_flat=0.75, least_richness=0.6)
+    # Sky and water are smooth and snow has one hue, so the limits are wider than for a cut-out.
+    reason = drawing_reason(
+        pixels, np.ones(pixels.shape[:2], bool), most_flat=0.83, most_equal=0.5, least_richness=0.05
+    )
     return (None, reason) if reason else (pixels, "")
 
 
 def drawing_reason(
-    rgb: np.ndarray, inside: np.ndarray, *, most_flat: float = 0.38, least_richness: float = 1.0
+    rgb: np.ndarray,
+    inside: np.ndarray,
+    *,
+    most_flat: float = 0.38,
+    most_equal: float = 0.38,
+    least_richness: float = 1.0,
 ) -> str:
     """Why the uint8 H×W×3 picture looks drawn, or "" for a photograph; only pixels ``inside`` (H×W bool) count.
 
-    Flat share: neighbours that differ by at most one level. Richness: distinct 15-bit colours over the root of the
-    number of pixels, which stays near constant when a photograph is scaled.
+    Flat share: horizontal neighbours that differ by at most one level; equal share: by none. Richness: distinct
+    15-bit colours over the root of the number of pixels, which hardly changes when a photograph is scaled.
     """
     if inside.sum() < 100:
         return "too translucent to judge"
     step = np.abs(np.diff(rgb.astype(np.int16), axis=1)).max(-1)
-    pairs = inside[:, 1:] & inside[:, :-1]
-    if pairs.any() and (step[pairs] <= 1).mean() > most_flat:
+    steps = step[inside[:, 1:] & inside[:, :-1]]
+    if steps.size and ((steps <= 1).mean() > most_flat or (steps == 0).mean() > most_equal):
         return "flat areas (drawing)"
     codes = (rgb[inside].astype(np.int32) >> 3) @ np.array([1024, 32, 1])
     if np.unique(codes).size < least_richness * np.sqrt(inside.sum()):
@@ -250,11 +273,19 @@ def clean_edge_colours(rgba: np.ndarray, *, reach_px: float = 3.0) -> np.ndarray
 
 
 def group_key(name: str) -> str:
-    """Folder and first word of the stem: mirrored, numbered and resized variants of a picture share it."""
+    """What near-duplicates share: the folder and the stem without its variant (mirrored, flipped, copy, resolution).
+
+    In the Debian packages it is the stem's first word, since there ``grave-a`` and ``grave-b``, ``astronaut_1`` and
+    ``astronaut_2`` are views of one thing; a user's ``IMG_0001`` and ``IMG_0002`` are not.
+    """
     path = Path(name)
     parents = [part for part in path.parts[:-1] if part not in ("contents", "images", "images_dark")]
-    words = [word for word in re.split(r"[^a-z]+", path.stem.lower()) if len(word) > 2]
-    return "/".join([*parents, words[0]]) if words else "/".join(parents + ([] if parents else [path.stem]))
+    stem = path.stem.lower()
+    if path.parts[0] in DEBIAN_PACKAGES:
+        words = [word for word in re.split(r"[^a-z]+", stem) if len(word) > 2][:1]
+    else:
+        words = [re.sub(VARIANT_SUFFIX, "", stem) or stem]
+    return "/".join(parents + words)
 
 
 def assign_split(group: str, *, kind: str) -> str:
@@ -292,13 +323,12 @@ def difference_hash(pixels: np.ndarray) -> np.ndarray:
 def _listing_key(root: Path, listed: Sequence[tuple[str, str]]) -> str:
     digest = hashlib.sha256(f"{CACHE_FORMAT}".encode())
     for kind, name in listed:
-        digest.update(f"{kind}\0{name}\0{(root / name).stat().st_size}\n".encode())
+        status = (root / name).stat()
+        digest.update(f"{kind}\0{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:16]
 
 
 def _save_bank(bank: SourceBank, path: Path) -> None:
-    import io
-
     buffer = io.BytesIO()
     shapes = np.array([p.shape for p in bank.pixels])
     flat = np.concatenate([p.ravel() for p in bank.pixels])
@@ -310,42 +340,17 @@ def _save_bank(bank: SourceBank, path: Path) -> None:
         print(f"Cannot keep decoded sources at {path}: {error}", file=sys.stderr)
 
 
-def _load_bank(path: Path) -> SourceBank:
-    with np.load(path) as stored:
-        shapes, flat = stored["shapes"], stored["flat"]
-        index = SourceIndex.from_json(json.loads(stored["index"].tobytes()))
+def _load_bank(path: Path) -> SourceBank | None:
+    """The bank kept at ``path``, or None where the file is damaged or of another version."""
+    try:
+        with np.load(path) as stored:
+            shapes, flat = stored["shapes"], stored["flat"]
+            index = SourceIndex.from_json(json.loads(stored["index"].tobytes()))
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, ArtifactError):
+        return None
     ends = np.cumsum(shapes.prod(1))
     pieces = (flat[end - shape.prod() : end].reshape(shape) for shape, end in zip(shapes, ends))
     return SourceBank(index, tuple(pieces))
-
-
-def fetch_debian_sources(out_dir: str | Path, *, packages: Sequence[str] = DEBIAN_PACKAGES) -> Path:
-    """Download Debian packages with ``apt-get download`` and unpack each to ``out_dir/<package>``; returns it.
-
-    Needs apt-get and dpkg-deb (Debian or Ubuntu) and a network; nothing is installed and no root is needed.
-    """
-    out_dir = Path(out_dir)
-    debs = out_dir / "debs"
-    debs.mkdir(parents=True, exist_ok=True)
-    for package in packages:
-        if (out_dir / package).is_dir():
-            continue
-        _call(["apt-get", "download", package], cwd=debs)
-        archives = sorted(debs.glob(f"{package}_*.deb"))
-        unpacked = out_dir / f".{package}.part"
-        _call(["dpkg-deb", "-x", str(archives[-1].resolve()), str(unpacked.resolve())], cwd=debs)
-        unpacked.rename(out_dir / package)
-    return out_dir
-
-
-def _call(command: list[str], *, cwd: Path) -> None:
-    try:
-        subprocess.run(command, cwd=cwd, check=True, capture_output=True, text=True)
-    except FileNotFoundError:
-        raise DatasetError(f"{command[0]} is not here; fetching needs Debian or Ubuntu. Any folders do.") from None
-    except subprocess.CalledProcessError as error:
-        said = (error.stderr or "").strip().splitlines()[-1:]
-        raise DatasetError(f"{' '.join(command)} failed ({said}); run apt-get update, or check the network.") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,145 @@
+"""One row an operation: where it is, what goes in and out, what it costs, and what is predicted of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lumen_lab.auditing import cost
+from lumen_lab.auditing.kinds import LAYOUT_ONLY, NO_EFFECT_WHEN_SAME, category_of
+from lumen_lab.auditing.trace import Trace, TracedOp
+from lumen_lab.specs import Record
+
+NPU, CPU, FOLDED = "NPU", "CPU", "folded"
+CHANNELS_FIRST = frozenset(
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d deform_conv2d batch_norm group_norm "
+    "grid_sample resize_bilinear resize_nearest resize_bicubic max_pool2d average_pool2d".split()
+)
+CHANNELS_LAST = frozenset({"linear", "matmul", "bmm", "layer_norm", "rms_norm"})
+
+
+@dataclass(frozen=True)
+class OpRow(Record):
+    """One operation of the network, in order of execution.
+
+    ``site`` is the path of its module ("" for the network itself), ``call`` which call of that module it belongs to,
+    from 0; ``name`` its name in the exported graph. ``input_shapes`` are those of activations and computed constants;
+    weights, buffers and stored constants are in ``parameter_shapes``. ``rank`` is the largest among all but the
+    weights. ``macs`` and ``interpolation_macs`` are explained in ``auditing.cost``. ``output_bytes`` has one number an
+    output; ``live_bytes`` are the activations alive while it runs. ``channels_mod_32`` is the remainder of its output
+    channels (of the last axis, for matrix products): 0 fills the NPU's 32-wide tiles, None has no channels.
+
+    ``view``: the output shares its input's memory. ``folded``: it depends on weights and constants alone, so that
+    it is computed ahead; ``no_effect``: it changes nothing in evaluation mode. Neither runs on a device.
+    ``reads`` lists (operation, output) pairs; -1 - i is network input i.
+
+    ``predicted`` is "NPU", "CPU" or "folded", with ``reason`` and ``source``; ``note`` warns of a cost. ``partition``
+    numbers the stretch between two hand-overs that it would run in (None if it does not run).
+    """
+
+    index: int
+    name: str
+    site: str
+    call: int
+    kind: str
+    category: str
+    input_shapes: tuple[tuple[int, ...], ...]
+    parameter_shapes: tuple[tuple[int, ...], ...]
+    output_shapes: tuple[tuple[int, ...], ...]
+    rank: int
+    dtype: str
+    macs: int
+    interpolation_macs: int
+    parameter_bytes: int
+    output_bytes: tuple[int, ...]
+    live_bytes: int
+    channels_mod_32: int | None
+    view: bool
+    folded: bool
+    no_effect: bool
+    reads: tuple[tuple[int, int], ...]
+    predicted: str = ""
+    reason: str = ""
+    source: str = ""
+    note: str = ""
+    partition: int | None = None
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of its outputs, by their shapes."""
+        return sum(self.output_bytes)
+
+    @property
+    def runs(self) -> bool:
+        """Whether a device has anything to do for it."""
+        return not (self.folded or self.no_effect)
+
+    @property
+    def place(self) -> str:
+        """Site and call in one text: "bb.norm0", "bb.norm0 (call 2)" or "(network)"."""
+        return f"{self.site or '(network)'}{f' (call {self.call + 1})' if self.call else ''}"
+
+
+def operation_rows(traced: Trace) -> list[OpRow]:
+    """A row for each traced operation, nothing predicted yet."""
+    folded = folded_operations(traced)
+    alive = cost.live_bytes(traced, folded)
+    return [_row(op, op.index in folded, alive[op.index]) for op in traced.operations]
+
+
+def folded_operations(traced: Trace) -> set[int]:
+    """Indices of the operations that no network input reaches."""
+    folded: set[int] = set()
+    for op in traced.operations:
+        if all(read.producer in folded for read in op.reads):
+            folded.add(op.index)
+    return folded
+
+
+def _row(op: TracedOp, folded: bool, live_bytes: int) -> OpRow:
+    inputs = [read.tensor for read in op.reads]
+    return OpRow(
+        index=op.index,
+        name=op.name,
+        site=op.site,
+        call=op.call,
+        kind=op.kind,
+        category=category_of(op.kind),
+        input_shapes=_shapes(inputs),
+        parameter_shapes=_shapes(op.parameters.values()),
+        output_shapes=_shapes(op.outputs),
+        rank=max(tensor.dim() for tensor in (*inputs, *op.outputs)),
+        dtype=str(op.outputs[0].dtype).removeprefix("torch."),
+        macs=cost.macs(op),
+        interpolation_macs=cost.interpolation_macs(op),
+        parameter_bytes=cost.tensor_bytes(op.parameters.values()),
+        output_bytes=tuple(cost.tensor_bytes([tensor]) for tensor in op.outputs),
+        live_bytes=live_bytes,
+        channels_mod_32=_channels_mod_32(op),
+        view=_is_view(op),
+        folded=folded,
+        no_effect=not folded and _has_no_effect(op),
+        reads=tuple((read.producer, read.output) for read in op.reads),
+    )
+
+
+def _shapes(tensors) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(tensor.shape) for tensor in tensors)
+
+
+def _channels_mod_32(op: TracedOp) -> int | None:
+    shape = op.outputs[0].shape
+    if op.kind in CHANNELS_FIRST and len(shape) > 1:
+        return shape[1] % 32
+    return shape[-1] % 32 if op.kind in CHANNELS_LAST and len(shape) else None
+
+
+def _is_view(op: TracedOp) -> bool:
+    read = [*(read.tensor for read in op.reads), *op.parameters.values()]
+    return cost.storage_of(op.outputs[0]) in {cost.storage_of(tensor) for tensor in read}
+
+
+def _has_no_effect(op: TracedOp) -> bool:
+    if not op.reads or len(op.outputs) != 1 or op.kind not in NO_EFFECT_WHEN_SAME | LAYOUT_ONLY:
+        return False
+    before, after = op.reads[0].tensor, op.outputs[0]
+    return before.shape == after.shape and before.dtype == after.dtype

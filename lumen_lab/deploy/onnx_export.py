@@ -1,0 +1,150 @@
+"""A torch network as an ONNX file that the NPU compiler reads: static shapes, one site per node, nothing private."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lumen_lab.errors import ExportError
+from lumen_lab.rewrites.plan import default_inputs
+from lumen_lab.specs import Manifest, TensorSpec, file_sha256, tool_versions
+
+OPSET = 20  # the first with GELU as one operator, which the NPU takes whole; DeformConv needs 19
+PRIVATE_METADATA = ("pkg.torch.onnx.stack_trace", "pkg.torch.export.ExportedProgram.graph_signature")
+
+
+def export_onnx(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    example_inputs: tuple[Tensor, ...] | None = None,
+    input_names: Sequence[str] = ("image",),
+    output_names: Sequence[str] = ("logits",),
+) -> Path:
+    """Write ``model`` as ONNX (opset 20) with a manifest beside it (``<name>.manifest.json``); returns the path.
+
+    Shapes are those of ``example_inputs`` (default: the model's own image size, batch 1) and static: the NPU takes no
+    others. Every node keeps the torch module that it comes from in its metadata. A deformable conv becomes ONNX
+    DeformConv, so that the compiler can be asked about it. Raises ``ExportError``; the file appears whole or not.
+    """
+    path = Path(path)
+    if model.training:
+        raise ExportError("The network is in training mode, where dropout and batch statistics are live; call .eval().")
+    if path.suffix != ".onnx":
+        raise ExportError(f"An ONNX file is named .onnx, asked for '{path.name}'; change the ending.")
+    example_inputs = example_inputs or default_inputs(model)
+    proto = traced(model, example_inputs, input_names, output_names)
+    strip_private(proto)
+    write_proto(proto, path)
+    onnx_manifest(model, proto, path).save(path.with_suffix(".manifest.json"))
+    return path
+
+
+def traced(model: nn.Module, example_inputs, input_names, output_names):
+    """The ONNX model of ``model``, through ``torch.export``."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            program = torch.onnx.export(
+                model,
+                example_inputs,
+                dynamo=True,
+                opset_version=OPSET,
+                input_names=list(input_names),
+                output_names=list(output_names),
+                custom_translation_table={torch.ops.torchvision.deform_conv2d.default: deform_conv},
+                verbose=False,
+            )
+        except Exception as error:
+            reason = str(error.__cause__ or error).strip().splitlines()
+            raise ExportError(
+                f"{type(model).__name__} cannot be exported to ONNX: {reason[0][:300] if reason else error!r}. "
+                "An audit (lumen_lab.audit) lists the operations and their sites."
+            ) from error
+    return program.model_proto
+
+
+def deform_conv(
+    input, weight, offset, mask, bias, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w,
+    groups, offset_groups, use_mask,
+):  # fmt: skip
+    """ONNX DeformConv (opset 19) for ``torchvision::deform_conv2d``: same layout of offsets, (dy, dx) per tap."""
+    from onnxscript import opset19 as op
+
+    return op.DeformConv(
+        input,
+        weight,
+        offset,
+        bias,
+        mask if use_mask else None,
+        strides=[stride_h, stride_w],
+        pads=[pad_h, pad_w, pad_h, pad_w],
+        dilations=[dilation_h, dilation_w],
+        group=groups,
+        offset_group=offset_groups,
+    )
+
+
+def strip_private(proto) -> None:
+    """Drop stack traces (they hold the paths of the machine that exported) and bulky copies of the torch graph."""
+    for holder in (
+        proto,
+        proto.graph,
+        *proto.graph.node,
+        *proto.graph.value_info,
+        *proto.graph.input,
+        *proto.graph.output,
+    ):
+        kept = [entry for entry in holder.metadata_props if entry.key not in PRIVATE_METADATA]
+        del holder.metadata_props[:]
+        holder.metadata_props.extend(kept)
+
+
+def write_proto(proto, path: Path) -> None:
+    """Check the model and write it under a temporary name, then rename."""
+    import onnx
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    onnx.checker.check_model(proto)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    os.close(handle)
+    try:
+        onnx.save(proto, temporary)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ExportError(f"{path} cannot be written: {error.strerror or error}.") from None
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def onnx_manifest(model: nn.Module, proto, path: Path) -> Manifest:
+    """What made the file, and its contract."""
+    rewrites = sorted({m.rewritten_by for m in model.modules() if hasattr(m, "rewritten_by")})
+    return Manifest(
+        kind="onnx",
+        made_from={
+            "network": getattr(getattr(model, "config", None), "name", type(model).__name__),
+            "rewrites": ", ".join(rewrites) or "none",
+        },
+        versions=tool_versions("torch", "torchvision", "onnx", "onnxscript"),
+        inputs=tuple(contract(value) for value in proto.graph.input),
+        outputs=tuple(contract(value) for value in proto.graph.output),
+        files={path.name: file_sha256(path)},
+    )
+
+
+def contract(value) -> TensorSpec:
+    """Name, shape, layout and dtype of one graph input or output."""
+    from onnx.helper import tensor_dtype_to_np_dtype
+
+    kind = value.type.tensor_type
+    shape = tuple(dim.dim_value for dim in kind.shape.dim)
+    return TensorSpec(
+        value.name, shape, "NCHW" if len(shape) == 4 else "", tensor_dtype_to_np_dtype(kind.elem_type).name
+    )

@@ -1,0 +1,217 @@
+"""Is the rewritten network the same? The claim owns the tolerance, and the check can fail.
+
+An ``Exact`` claim is checked in float64, where an algebraic identity shrinks to rounding and an approximation does
+not; pure data movement must agree bit for bit. ``Bounded`` must hold on samples that reach the edges of its domain.
+``Learned`` is pending until a held-out score exists, never passed before.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lumen_lab.errors import LumenError
+from lumen_lab.specs import Bounded, Claim, Exact, Learned, Record
+
+Sample = Tensor | tuple
+
+
+@dataclass(frozen=True)
+class Verdict(Record):
+    """The outcome of one check: ``status`` is "passed", "failed" or "pending".
+
+    ``max_abs`` is the largest difference, ``tolerance`` what the claim allows (None: not a numeric claim),
+    ``sqnr_db`` the signal-to-difference ratio (infinite when bit-identical), ``samples`` how many comparisons.
+    """
+
+    name: str
+    site: str
+    claim: str
+    status: str
+    max_abs: float | None
+    tolerance: float | None
+    sqnr_db: float | None
+    samples: int
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """True only for a check that was made and held."""
+        return self.status == "passed"
+
+
+@dataclass(frozen=True)
+class VerdictTable(Record):
+    """Verdicts in order, failures first in the table."""
+
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def passed(self) -> bool:
+        """True if there are verdicts and every one passed."""
+        return bool(self.verdicts) and all(verdict.passed for verdict in self.verdicts)
+
+    @property
+    def failed(self) -> list[Verdict]:
+        """The verdicts that failed."""
+        return [verdict for verdict in self.verdicts if verdict.status == "failed"]
+
+    def rows(self) -> list[dict[str, object]]:
+        order = {"failed": 0, "pending": 1, "passed": 2}
+        return [row for v in sorted(self.verdicts, key=lambda v: order[v.status]) for row in v.rows()]
+
+    def summary(self) -> list[dict[str, object]]:
+        """One row a name: how many sites, how many passed, the worst difference."""
+        rows = []
+        for name in dict.fromkeys(v.name for v in self.verdicts):
+            mine = [v for v in self.verdicts if v.name == name]
+            worst = max((v.max_abs for v in mine if v.max_abs is not None), default=None)
+            passed = sum(v.passed for v in mine)
+            rows.append({"check": name, "claim": mine[0].claim, "sites": len(mine), "passed": passed, "worst": worst})
+        return rows
+
+    @classmethod
+    def from_json(cls, values):
+        return cls(tuple(Verdict.from_json(entry) for entry in values["verdicts"]))
+
+
+def check_equivalence(
+    reference: nn.Module | Callable,
+    actual: nn.Module | Callable,
+    *,
+    claim: Claim,
+    samples: Iterable[Sample],
+    name: str = "network",
+    site: str = "",
+    score: float | None = None,
+) -> Verdict:
+    """Compare two modules (or functions) on ``samples`` and judge the difference by ``claim``.
+
+    ``samples`` are tensors or tuples of positional inputs; none at all is an error. For an ``Exact`` claim, modules
+    are copied to float64 first; weights that a rewrite *computes* (a folded norm) must have been computed in float64
+    too, so rewrite a float64 model, or use ``lumen_lab.rewrites.check_plan``, which does. ``score`` is the held-out
+    figure of a ``Learned`` claim.
+    """
+    if isinstance(claim, Learned):
+        return learned_verdict(claim, score, name, site)
+    dtype = torch.float64 if isinstance(claim, Exact) else None
+    pairs = list(output_pairs(in_dtype(reference, dtype), in_dtype(actual, dtype), samples, dtype))
+    return judge(pairs, claim, name=name, site=site)
+
+
+def judge(pairs: Sequence[tuple[Tensor, Tensor]], claim: Exact | Bounded, *, name: str, site: str) -> Verdict:
+    """The verdict on (reference, actual) tensors under a numeric claim."""
+    if not pairs:
+        raise LumenError(f"The check of {name} {site} was given no samples; a check without samples proves nothing.")
+    shapes = [(tuple(r.shape), tuple(a.shape)) for r, a in pairs if r.shape != a.shape]
+    if shapes:
+        note = f"shapes differ: expected {shapes[0][0]}, found {shapes[0][1]}"
+        return Verdict(name, site, claim_text(claim), "failed", None, None, None, len(pairs), note)
+    differences = [difference(r, a) for r, a in pairs]
+    worst = max(differences)
+    scale = max(1.0, *(float(r.abs().max()) if r.numel() else 0.0 for r, _ in pairs))
+    tolerance = allowed(claim, scale)
+    identical = all(torch.equal(r, a) for r, a in pairs)
+    held = identical if tolerance == 0 else worst <= tolerance
+    status = "passed" if held else "failed"
+    return Verdict(name, site, claim_text(claim), status, worst, tolerance, sqnr_db(pairs), len(pairs))
+
+
+def allowed(claim: Exact | Bounded, scale: float) -> float:
+    """The largest difference a claim allows, for outputs of magnitude ``scale``."""
+    if isinstance(claim, Bounded):
+        return claim.max_abs
+    return 0.0 if claim.movement else claim.max_abs_float64 * scale
+
+
+def learned_verdict(claim: Learned, score: float | None, name: str, site: str) -> Verdict:
+    """Pending without a score; then passed or failed by it."""
+    text = claim_text(claim)
+    if score is None:
+        return Verdict(name, site, text, "pending", None, None, None, 0, "no held-out score yet")
+    status = "passed" if score >= claim.at_least else "failed"
+    return Verdict(name, site, text, status, None, None, None, 1, f"{claim.metric} = {score:.4f}")
+
+
+def claim_text(claim: Claim) -> str:
+    """The claim in words."""
+    if isinstance(claim, Exact):
+        return "exact, bit for bit" if claim.movement else f"exact (float64, ≤ {claim.max_abs_float64:g} of the scale)"
+    if isinstance(claim, Bounded):
+        return f"within {claim.max_abs:g} for {claim.domain}"
+    return f"learned: {claim.metric} ≥ {claim.at_least:g}"
+
+
+def output_pairs(reference, actual, samples: Iterable[Sample], dtype: torch.dtype | None):
+    """Run both on each sample without gradients; yields (reference, actual) tensors of every output."""
+    with torch.no_grad():
+        for sample in samples:
+            inputs = sample if isinstance(sample, tuple) else (sample,)
+            inputs = tuple(cast(value, dtype) for value in inputs)
+            expected = tensors_of(reference(*inputs))
+            found = tensors_of(actual(*inputs))
+            if len(expected) != len(found):
+                raise LumenError(
+                    f"The reference returns {len(expected)} tensors, the other {len(found)}; compare alike."
+                )
+            yield from zip(expected, found, strict=True)
+
+
+def in_dtype(module: nn.Module | Callable, dtype: torch.dtype | None) -> nn.Module | Callable:
+    """A copy of the module in ``dtype``; functions and modules without a change are returned as they are."""
+    if dtype is None or not isinstance(module, nn.Module):
+        return module
+    tensors = [*module.parameters(), *module.buffers()]
+    if all(t.dtype == dtype for t in tensors if t.is_floating_point()):
+        return module
+    return copy.deepcopy(module).to(dtype)
+
+
+def cast(value: object, dtype: torch.dtype | None) -> object:
+    """Floating-point tensors in ``dtype``; everything else as it is."""
+    if dtype is not None and isinstance(value, Tensor) and value.is_floating_point():
+        return value.to(dtype)
+    return value
+
+
+def tensors_of(output: object) -> list[Tensor]:
+    """Every tensor in an output, in order, through tuples, lists and dicts; None is skipped."""
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, dict):
+        output = list(output.values())
+    if isinstance(output, tuple | list):
+        return [tensor for item in output for tensor in tensors_of(item)]
+    return []
+
+
+def difference(reference: Tensor, actual: Tensor) -> float:
+    """Largest absolute difference; infinite where one is NaN and the other is not."""
+    if reference.numel() == 0:
+        return 0.0
+    both_nan = reference.isnan() & actual.isnan()
+    gap = (reference.double() - actual.double()).abs().masked_fill(both_nan | (reference == actual), 0.0)
+    worst = float(gap.max())
+    return math.inf if math.isnan(worst) else worst
+
+
+def sqnr_db(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """10·log10(Σ reference² / Σ (reference − actual)²) over all pairs, in dB."""
+    signal = sum(float(r.double().square().sum()) for r, _ in pairs)
+    noise = sum(float((r.double() - a.double()).square().sum()) for r, a in pairs)
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+
+
+def random_samples(
+    sizes: Sequence[tuple[int, int]], *, batch: int = 2, channels: int = 3, seed: int = 0
+) -> list[Tensor]:
+    """Normal noise images (batch, channels, H, W), one for each (H, W): non-square and odd sizes are the caller's."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(batch, channels, height, width, generator=generator) for height, width in sizes]

@@ -1,0 +1,10 @@
+"""Static pictures: each function takes arrays or rows and returns a matplotlib ``Figure``; none opens a window.
+
+The figures are made without pyplot, so they need no display, none is left open, and a notebook shows what a cell
+returns, once.
+"""
+
+from lumen_lab.figures.graph import macs_by_site, partition_strip
+from lumen_lab.figures.masks import difference_map, mask_grid, mask_overlay
+
+__all__ = ["difference_map", "macs_by_site", "mask_grid", "mask_overlay", "partition_strip"]

@@ -1,0 +1,97 @@
+"""A photograph in, a mask of its own size out: the same door for a network, an ONNX file and a compiled binary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from lumen_lab.errors import ArtifactError, LumenError
+from lumen_lab.images import check_image, from_network_output, to_network_input
+from lumen_lab.specs import Manifest, TensorSpec
+
+Predictor = nn.Module | str | Path | Callable[[np.ndarray], np.ndarray]
+
+
+def predict(model_or_artifact: Predictor, image: np.ndarray, *, size: tuple[int, int] | None = None) -> np.ndarray:
+    """The mask of ``image`` (uint8, (H, W, 3)): float32 (H, W) in [0, 1], at the photograph's own size.
+
+    ``model_or_artifact``: a network; an ``.onnx`` file, run on the CPU; the ``.onnx`` of a compiled context binary,
+    run in the NPU emulation; or a function from a normalised image (1, 3, h, w) to logits (1, 1, h, w). ``size`` is
+    the (h, w) that it works at; without it, the network's ``config.image_size`` or the artefact's contract decides.
+    """
+    return predict_all(model_or_artifact, [image], size=size)[0]
+
+
+def predict_all(
+    model_or_artifact: Predictor, images: list[np.ndarray], *, size: tuple[int, int] | None = None
+) -> list[np.ndarray]:
+    """``predict`` for several photographs; a compiled binary is loaded once for all of them."""
+    images = [check_image(image) for image in images]
+    size = size or working_size(model_or_artifact)
+    inputs = [to_network_input(image, size=size) for image in images]
+    logits = run_all(model_or_artifact, inputs)
+    return [
+        from_network_output(sigmoid(output[0, 0]), size=image.shape[:2])
+        for output, image in zip(logits, images, strict=True)
+    ]
+
+
+def working_size(model_or_artifact: Predictor) -> tuple[int, int]:
+    """The (H, W) a network or artefact states for itself; ``LumenError`` if it states none."""
+    if isinstance(model_or_artifact, str | Path):
+        return artifact_input(Path(model_or_artifact)).shape[-2:]
+    config = getattr(model_or_artifact, "config", None)
+    if config is None:
+        raise LumenError(f"{model_or_artifact!r} does not state its image size; pass size=(H, W).")
+    return config.image_size
+
+
+def artifact_input(path: Path) -> TensorSpec:
+    """The image input of an ONNX file or context, from the manifest beside it."""
+    manifest = path.with_suffix(".manifest.json")
+    if not path.is_file() or not manifest.is_file():
+        absent = path if not path.is_file() else manifest
+        raise ArtifactError(
+            f"Asked to predict with {path}, but {absent.name} is not there; export or compile it first."
+        )
+    return Manifest.load(manifest).inputs[0]
+
+
+def run_all(model_or_artifact: Predictor, inputs: list[np.ndarray]) -> list[np.ndarray]:
+    """Logits (1, 1, h, w) for each normalised image (1, 3, h, w)."""
+    if isinstance(model_or_artifact, nn.Module):
+        return [run_network(model_or_artifact, value) for value in inputs]
+    if isinstance(model_or_artifact, str | Path):
+        return run_artifact(Path(model_or_artifact), inputs)
+    return [np.asarray(model_or_artifact(value)) for value in inputs]
+
+
+def run_network(model: nn.Module, value: np.ndarray) -> np.ndarray:
+    """One forward pass without gradients, in the network's own dtype and on its device."""
+    if model.training:
+        raise LumenError("The network is in training mode, where batch statistics decide the mask; call .eval() first.")
+    parameter = next(model.parameters())
+    with torch.no_grad():
+        return model(torch.from_numpy(value).to(parameter)).float().cpu().numpy()
+
+
+def run_artifact(path: Path, inputs: list[np.ndarray]) -> list[np.ndarray]:
+    """A compiled context runs in the emulation, any other ONNX file on the CPU."""
+    if Manifest.load(path.with_suffix(".manifest.json")).chip is not None:
+        from lumen_lab.deploy.htp import emulate
+
+        return [next(iter(outputs.values())).astype(np.float32) for outputs in emulate(path, inputs)]
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    return [session.run(None, {name: value})[0] for value in inputs]
+
+
+def sigmoid(logits: np.ndarray) -> np.ndarray:
+    """1 / (1 + exp(−x)), without overflow at either end."""
+    return (0.5 * (1 + np.tanh(0.5 * logits.astype(np.float64)))).astype(np.float32)

@@ -1,0 +1,64 @@
+"""Prove a plan: every rewrite at every site, then the whole network, in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lumen_lab.equivalence import Verdict, VerdictTable, check_equivalence, judge, learned_verdict, output_pairs
+from lumen_lab.rewrites.plan import Plan, rewrite
+from lumen_lab.rewrites.record import LogEntry, Rewrite
+from lumen_lab.specs import Bounded, Exact, Learned
+from lumen_lab.taps import tap
+
+
+def check_plan(model: nn.Module, plan: Plan, *, samples: Sequence[Tensor]) -> VerdictTable:
+    """Apply ``plan`` one rewrite at a time to a float64 copy and check each where it acted, and the network's output.
+
+    At a site, the module before and the module after are given the inputs that really flow there. The last rows
+    compare the network with all rewrites against the original. A rewrite that was refused everywhere has no row.
+    """
+    original = copy.deepcopy(model).double()
+    samples = [sample.double() for sample in samples]
+    before, verdicts = original, []
+    for rule in plan:
+        after, log = apply_for_all(before, rule, samples)
+        verdicts += check_sites(before, after, rule, log, samples)
+        before = after
+    claim = whole_claim(plan)
+    verdicts.append(check_equivalence(original, before, claim=claim, samples=samples, name="whole network"))
+    return VerdictTable(tuple(verdicts))
+
+
+def apply_for_all(model: nn.Module, rule: Rewrite, samples: Sequence[Tensor]) -> tuple[nn.Module, list[LogEntry]]:
+    """One rewrite applied with the first sample's size; constants for further sizes are made as they are met."""
+    done = rewrite(model, (rule,), example_inputs=(samples[0],))
+    return done.model, done.log.applied()
+
+
+def check_sites(
+    before: nn.Module, after: nn.Module, rule: Rewrite, entries: Sequence[LogEntry], samples: Sequence[Tensor]
+) -> list[Verdict]:
+    """One verdict for each site of ``rule``, on the inputs that flow there."""
+    if isinstance(rule.claim, Learned):
+        return [learned_verdict(rule.claim, None, rule.name, entry.site) for entry in entries]
+    sites = list(dict.fromkeys(entry.site for entry in entries))
+    with torch.no_grad(), tap(before, sites) as taps:
+        for sample in samples:
+            before(sample)
+    verdicts = []
+    for site in sites:
+        pairs = list(output_pairs(before.get_submodule(site), after.get_submodule(site), taps[site].inputs, None))
+        verdicts.append(judge(pairs, rule.claim, name=rule.name, site=site))
+    return verdicts
+
+
+def whole_claim(plan: Plan) -> Exact | Bounded | Learned:
+    """What a whole plan claims: the weakest of its rewrites; bounds do not add up, so a bounded plan is learned."""
+    claims = [rule.claim for rule in plan]
+    if all(isinstance(claim, Exact) for claim in claims):
+        return Exact(movement=all(claim.movement for claim in claims))
+    return next((c for c in claims if isinstance(c, Learned)), Learned("S-measure", 1.0))

@@ -1,0 +1,61 @@
+"""What every test shares: the cores divided between workers, reasons for skipping, a browser, a small network."""
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+THREADS = max(1, (os.cpu_count() or 1) // WORKERS)
+
+# Set before torch or numpy is imported, and inherited by notebook kernels and compiler processes: two workers that
+# take every core each are slower than two that share.
+for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ[variable] = str(min(THREADS, int(os.environ.get(variable, THREADS))))
+os.environ.setdefault("MPLBACKEND", "agg")
+# No test may fetch anything: a hub id must fail at once, as it does on a closed machine.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+CHROMIUM_FLAGS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE localhost, EXCLUDE 127.0.0.1",
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Skip the `npu` tests, with the reason, where onnxruntime-qnn is not installed."""
+    if importlib.util.find_spec("onnxruntime_qnn") is None:
+        skip = pytest.mark.skip(reason="onnxruntime-qnn is not installed (Linux x86-64 only): no NPU compiler here")
+        for item in items:
+            if item.get_closest_marker("npu"):
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The folder that holds pyproject.toml."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A headless Chromium that reaches nothing but this machine; skips, with the reason, where there is none."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: no browser tests")
+    with playwright.sync_playwright() as driver:
+        bundled = driver.chromium.executable_path
+        installed = (shutil.which(name) for name in ("chromium", "google-chrome", "chromium-browser"))
+        executable = bundled if Path(bundled).exists() else next(filter(None, installed), None)
+        if executable is None:
+            pytest.skip("no Chromium here (apt-get install chromium, or playwright install chromium)")
+        chromium = driver.chromium.launch(executable_path=executable, headless=True, args=list(CHROMIUM_FLAGS))
+        yield chromium
+        chromium.close()

@@ -1,0 +1,215 @@
+"""Scanning, filtering, splitting and fetching the sources of composed scenes."""
+
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lumen_lab.datasets import sources
+from lumen_lab.datasets.debian import fetch_debian_sources
+from lumen_lab.datasets.sources import SourceIndex, assign_split, clean_edge_colours, group_key, open_sources
+from lumen_lab.errors import DatasetError
+from tests.datasets.pictures import cut_out, disc_alpha, grainy, write_folder
+
+
+def dropped_for(tmp_path, pixels, *, kind="foreground", name="odd.png"):
+    """The reason for which one more picture in a good folder is dropped, or None."""
+    root = write_folder(tmp_path / "one", foregrounds=1, backgrounds=1)
+    Image.fromarray(pixels).save(root / f"{kind}s" / name)
+    index = open_sources(root, cache=False).index
+    assert index.found[kind] == 2
+    return next((reason for reason in index.dropped if reason.startswith(kind)), None)
+
+
+def test_drawn_photographs_are_kept_and_counted(bank):
+    assert bank.index.found == {"foreground": 40, "background": 40}
+    assert bank.index.kept == bank.index.found
+    assert bank.index.dropped == {}
+    assert all(p.dtype == np.uint8 for p in bank.pixels)
+
+
+def test_no_picture_and_no_group_is_in_two_splits(bank):
+    for kind in ("foreground", "background"):
+        homes = {}
+        for source in bank.index.sources:
+            if source.kind == kind:
+                homes.setdefault(source.group, set()).add(source.split)
+        assert all(len(splits) == 1 for splits in homes.values())
+        per_split = [{p.tobytes() for group in bank.select(kind, s) for p in group} for s in sources.SPLITS]
+        assert sum(map(len, per_split)) == len(set.union(*per_split)) == 40
+
+
+def test_the_split_of_a_picture_does_not_depend_on_the_others(bank, source_folder, tmp_path):
+    few = tmp_path / "few"
+    shutil.copytree(source_folder, few, ignore=shutil.ignore_patterns("*[02468].png", ".scene_cache"))
+    known = {source.name: source.split for source in bank.index.sources}
+    found = open_sources(few, cache=False).index.sources
+    assert 0 < len(found) < len(known)
+    assert {source.name: source.split for source in found}.items() <= known.items()
+
+
+def test_split_shares_are_near_what_is_asked():
+    splits = [assign_split(f"group{k}", kind="foreground") for k in range(4000)]
+    validation, test = sources.HELD_OUT["foreground"]
+    assert abs(splits.count("validation") / 4000 - validation) < 0.02
+    assert abs(splits.count("test") / 4000 - test) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("mine/cat.png", "mine/cat_mirror.png", True),
+        ("mine/cat.png", "mine/cat_640x480.png", True),
+        ("mine/IMG_0001.png", "mine/IMG_0002.png", False),
+        ("mine/cat.png", "yours/cat.png", False),
+        ("tuxpaint-stamps-default/a/tank-1.png", "tuxpaint-stamps-default/a/tank_two_mirror.png", True),
+        ("tuxpaint-stamps-default/a/tank.png", "tuxpaint-stamps-default/a/car.png", False),
+        (
+            "plasma-workspace-wallpapers/Kite/contents/images/640x480.jpg",
+            "plasma-workspace-wallpapers/Kite/contents/images_dark/1280x1024.jpg",
+            True,
+        ),
+    ],
+)
+def test_variants_share_a_group(one, other, same):
+    assert (group_key(one) == group_key(other)) is same
+
+
+def test_a_mirrored_twin_is_dropped(tmp_path):
+    twin = cut_out(0)[:, ::-1]
+    assert dropped_for(tmp_path, twin) == "foreground: twin of another"
+
+
+def test_flat_colours_are_a_drawing(tmp_path):
+    drawing = np.zeros((80, 80, 4), np.uint8)
+    drawing[..., :3] = np.kron(np.arange(16).reshape(4, 4) * 15, np.ones((20, 20)))[..., None]
+    drawing[..., 3] = disc_alpha((80, 80), 38)
+    assert "drawing" in dropped_for(tmp_path, drawing)
+
+
+def test_useless_alpha_is_dropped(tmp_path):
+    opaque, empty = cut_out(7), cut_out(7)
+    opaque[..., 3], empty[..., 3] = 255, 0
+    assert dropped_for(tmp_path / "a", opaque) == "foreground: alpha nearly all opaque"
+    assert dropped_for(tmp_path / "b", empty) == "foreground: blank"
+    assert dropped_for(tmp_path / "c", opaque[..., :3]) == "foreground: no alpha channel"
+
+
+def test_tiny_and_blank_pictures_are_dropped(tmp_path):
+    assert dropped_for(tmp_path / "a", cut_out(7, (30, 30), 14)) == "foreground: tiny"
+    assert dropped_for(tmp_path / "b", grainy((100, 300), 7), kind="background") == "background: tiny"
+    blank = np.full((300, 300, 3), 200, np.uint8)
+    assert dropped_for(tmp_path / "c", blank, kind="background") == "background: blank"
+
+
+def test_a_broken_file_is_counted(tmp_path):
+    root = write_folder(tmp_path / "one", foregrounds=1, backgrounds=1)
+    (root / "foregrounds" / "broken.png").write_bytes(b"\x89PNG not at all")
+    assert open_sources(root, cache=False).index.dropped == {"foreground: unreadable": 1}
+
+
+def test_names_with_spaces_and_any_case_are_read(tmp_path):
+    root = write_folder(tmp_path / "one", foregrounds=1, backgrounds=1)
+    Image.fromarray(cut_out(50)).save(root / "foregrounds" / "A cat #2.PNG", "PNG")
+    assert open_sources(root, cache=False).index.kept["foreground"] == 2
+
+
+def test_a_wrong_folder_says_what_was_asked_and_found(tmp_path):
+    (tmp_path / "photos").mkdir()
+    with pytest.raises(DatasetError, match=r"foregrounds/.*python -m lumen_lab.datasets.sources") as caught:
+        open_sources(tmp_path)
+    assert "photos" in str(caught.value)
+    with pytest.raises(DatasetError, match="no such folder"):
+        open_sources(tmp_path / "absent")
+
+
+def test_nothing_usable_says_why(tmp_path):
+    root = write_folder(tmp_path / "one", foregrounds=1, backgrounds=0)
+    Image.fromarray(np.zeros((300, 300, 3), np.uint8)).save(root / "backgrounds" / "black.png")
+    with pytest.raises(DatasetError, match="background: blank"):
+        open_sources(root)
+
+
+def test_an_empty_split_is_an_error(tmp_path):
+    bank = open_sources(write_folder(tmp_path / "one", foregrounds=1, backgrounds=1), cache=False)
+    empty = next(split for split in sources.SPLITS if split != bank.index.sources[0].split)
+    with pytest.raises(DatasetError, match=f"{empty} split has no"):
+        bank.select(bank.index.sources[0].kind, empty)
+    with pytest.raises(DatasetError, match="'holdout'"):
+        bank.select("foreground", "holdout")
+
+
+def test_the_cache_gives_the_same_bank_and_a_damaged_one_is_made_again(tmp_path):
+    root = write_folder(tmp_path / "one", foregrounds=3, backgrounds=3)
+    first = open_sources(root)
+    (kept,) = (root / ".scene_cache").iterdir()
+    again = open_sources(root)
+    assert again.index == first.index
+    assert all(np.array_equal(a, b) for a, b in zip(first.pixels, again.pixels, strict=True))
+    kept.write_bytes(kept.read_bytes()[:1000])
+    assert open_sources(root).index == first.index
+
+
+def test_a_changed_folder_is_scanned_again(tmp_path):
+    root = write_folder(tmp_path / "one", foregrounds=3, backgrounds=3)
+    open_sources(root)
+    Image.fromarray(cut_out(99)).save(root / "foregrounds" / "new.png")
+    assert open_sources(root).index.kept["foreground"] == 4
+
+
+def test_the_index_is_kept_as_json(bank, tmp_path):
+    assert SourceIndex.load(bank.index.save(tmp_path / "index.json")) == bank.index
+    rows = bank.index.rows()
+    assert rows[0]["train"] + rows[0]["validation"] + rows[0]["test"] == 40
+
+
+def test_edge_colours_lose_the_old_ground():
+    pixels = cut_out(3)
+    half = (pixels[..., 3] > 0) & (pixels[..., 3] < 245)
+    pixels[half, :3] = (255, 0, 255)
+    cleaned = clean_edge_colours(pixels)
+    assert not (cleaned[half, :3] == (255, 0, 255)).all(-1).any()
+    assert np.array_equal(cleaned[..., 3], pixels[..., 3])
+    assert np.array_equal(cleaned[pixels[..., 3] >= 245], pixels[pixels[..., 3] >= 245])
+
+
+def stand_in(folder: Path, name: str, script: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IEXEC)
+
+
+def test_fetching_unpacks_each_package_beside_the_others(tmp_path, monkeypatch):
+    bins, out = tmp_path / "bin", tmp_path / "out"
+    bins.mkdir()
+    stand_in(bins, "apt-get", '[ "$1" = download ] && touch "$2_1.0_all.deb" && echo "$2" >> asked.txt')
+    stand_in(bins, "dpkg-deb", 'mkdir -p "$3/usr/share" && basename "$2" > "$3/usr/share/from.txt"')
+    monkeypatch.setenv("PATH", f"{bins}{os.pathsep}{os.environ['PATH']}")
+    fetch_debian_sources(out, packages=("pictures", "photographs"))
+    fetch_debian_sources(out, packages=("pictures",))
+    assert (out / "pictures/usr/share/from.txt").read_text() == "pictures_1.0_all.deb\n"
+    assert (out / "photographs/usr/share/from.txt").is_file()
+    assert (out / "debs/asked.txt").read_text().split() == ["pictures", "photographs"]
+
+
+def test_a_failed_fetch_says_what_would_do(tmp_path, monkeypatch):
+    stand_in(tmp_path, "apt-get", "echo 'E: Unable to locate package' >&2; exit 100")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    with pytest.raises(DatasetError, match=r"Unable to locate package.*apt-get update"):
+        fetch_debian_sources(tmp_path / "out", packages=("pictures",))
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    with pytest.raises(DatasetError, match="apt-get is not here"):
+        fetch_debian_sources(tmp_path / "out", packages=("pictures",))
+
+
+def test_the_command_prints_counts_and_writes_the_index(source_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sources, "fetch_debian_sources", lambda out_dir: source_folder)
+    assert sources.main([str(tmp_path)]) == 0
+    assert "kept 40" in capsys.readouterr().out
+    assert json.loads((tmp_path / "index.json").read_text())["kept"] == {"foreground": 40, "background": 40}
+    assert sources.main([]) == 2
