@@ -111,7 +111,7 @@ def _number(text: str) -> int | None:
 
 
 def _key(name: str) -> str:
-    text = re.sub(r"^\s*(qualcomm\s+)?(snapdragon|dragonwing)?\s*", "", str(name).lower()).replace("+", "plus")
+    text = re.sub(r"^\s*((qualcomm|snapdragon|dragonwing)\W*)*", "", str(name).lower()).replace("+", "plus")
     return re.sub(r"[^a-z0-9]", "", text)
 
 

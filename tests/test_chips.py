@@ -50,7 +50,9 @@ def test_every_part_number_and_marketing_name_leads_to_its_own_chip():
             assert find_chip(f"Snapdragon {chip.marketing_name}") == chip
 
 
-@pytest.mark.parametrize(("name", "nearest"), [("SM8851", "SM8850"), ("8 Elite Gen 55", "8 Elite Gen 5"), ("SM845", "SM8450")])
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("SM8851", "SM8850"), ("8 Elite Gen 55", "8 Elite Gen 5"), ("SM845", "SM8450")]
+)
 def test_an_unknown_name_is_refused_with_the_nearest(name, nearest):
     with pytest.raises(ChipError, match=f"No chip called '{name}' .*Did you mean .*{nearest}"):
         find_chip(name)

@@ -6,14 +6,6 @@ Names follow ATen, the operator library behind ``torch.export``, with its histor
 from __future__ import annotations
 
 PLAIN_NAMES = {
-    "_log_softmax": "log_softmax",
-    "_native_batch_norm_legit_no_training": "batch_norm",
-    "_scaled_dot_product_attention_math": "scaled_dot_product_attention",
-    "_softmax": "softmax",
-    "_to_copy": "cast",
-    "_unsafe_view": "view",
-    "adaptive_avg_pool2d": "adaptive_average_pool2d",
-    "avg_pool2d": "average_pool2d",
     "clone": "copy",
     "convolution": "conv",
     "cudnn_batch_norm": "batch_norm",
@@ -21,11 +13,16 @@ PLAIN_NAMES = {
     "grid_sampler_2d": "grid_sample",
     "grid_sampler_3d": "grid_sample",
     "native_batch_norm": "batch_norm",
+    "native_batch_norm_legit_no_training": "batch_norm",
     "native_group_norm": "group_norm",
     "native_layer_norm": "layer_norm",
     "to": "cast",
+    "to_copy": "cast",
+    "unsafe_view": "view",
     "upsample_bicubic2d": "resize_bicubic",
+    "upsample_bicubic2d_aa": "resize_bicubic_antialiased",
     "upsample_bilinear2d": "resize_bilinear",
+    "upsample_bilinear2d_aa": "resize_bilinear_antialiased",
     "upsample_linear1d": "resize_linear",
     "upsample_nearest1d": "resize_nearest",
     "upsample_nearest2d": "resize_nearest",
@@ -46,8 +43,8 @@ CATEGORIES = {
     "normalisation": """batch_norm layer_norm group_norm instance_norm rms_norm local_response_norm softmax
         log_softmax normalize""",
     "reduction": """mean sum amax amin max min argmax argmin prod var std norm linalg_vector_norm logsumexp all any
-        max_pool2d max_pool1d max_pool3d max_pool2d_with_indices average_pool2d avg_pool1d avg_pool3d
-        adaptive_average_pool2d adaptive_max_pool2d adaptive_avg_pool1d cumsum cumprod topk sort argsort""",
+        max_pool2d max_pool1d max_pool3d max_pool2d_with_indices avg_pool2d avg_pool1d avg_pool3d
+        adaptive_avg_pool2d adaptive_max_pool2d adaptive_avg_pool1d cumsum cumprod topk sort argsort""",
     "constant": "arange zeros ones full empty eye linspace scalar_tensor zeros_like ones_like full_like empty_like "
     "new_zeros new_ones new_full",
     "elementwise": """abs add addcdiv addcmul atan2 bitwise_and bitwise_not bitwise_or ceil celu clamp clamp_max
@@ -69,10 +66,16 @@ LAYOUT_ONLY = frozenset({"contiguous", "copy"})
 
 
 def plain_name(target: object) -> str:
-    """``conv2d`` for ``aten.conv2d.default``, ``relu`` for ``aten.relu_.default``, ``resize_bilinear`` and so on."""
-    name = getattr(target, "_opname", None) or getattr(target, "__name__", str(target)).split(".")[0]
-    stripped = name.rstrip("_") or name
-    return PLAIN_NAMES.get(stripped, stripped)
+    """``conv2d`` for ``aten.conv2d.default``, ``relu`` for ``aten.relu_.default``, ``resize_bilinear`` and so on.
+
+    ``target`` is an operator of torch, or its name as text.
+    """
+    parts = str(target).split(".")
+    name = parts[1] if len(parts) > 2 else parts[0]
+    if name in PLAIN_NAMES:
+        return PLAIN_NAMES[name]
+    bare = name.strip("_") or name
+    return PLAIN_NAMES.get(bare, bare)
 
 
 def category_of(kind: str) -> str:

@@ -12,9 +12,10 @@ from lumen_lab.specs import Record
 NPU, CPU, FOLDED = "NPU", "CPU", "folded"
 CHANNELS_FIRST = frozenset(
     "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d deform_conv2d batch_norm group_norm "
-    "grid_sample resize_bilinear resize_nearest resize_bicubic max_pool2d average_pool2d".split()
+    "grid_sample resize_bilinear resize_nearest resize_bicubic max_pool2d avg_pool2d".split()
 )
-CHANNELS_LAST = frozenset({"linear", "matmul", "bmm", "layer_norm", "rms_norm"})
+SAID_BY_SHAPES = frozenset({"size", "shape", "output_size"})
+CHANNELS_LAST = frozenset({"linear", "matmul", "bmm", "layer_norm", "rms_norm"})  # and the last axis of a matrix product
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class OpRow(Record):
     ``site`` is the path of its module ("" for the network itself), ``call`` which call of that module it belongs to,
     from 0; ``name`` its name in the exported graph. ``input_shapes`` are those of activations and computed constants;
     weights, buffers and stored constants are in ``parameter_shapes``. ``rank`` is the largest among all but the
-    weights. ``macs`` and ``interpolation_macs`` are explained in ``auditing.cost``. ``output_bytes`` has one number an
+    weights. ``settings`` are the operator's other arguments (stride, mode, axis …). ``macs`` and ``interpolation_macs`` are explained in ``auditing.cost``. ``output_bytes`` has one number an
     output; ``live_bytes`` are the activations alive while it runs. ``channels_mod_32`` is the remainder of its output
     channels (of the last axis, for matrix products): 0 fills the NPU's 32-wide tiles, None has no channels.
 
@@ -32,7 +33,7 @@ class OpRow(Record):
     it is computed ahead; ``no_effect``: it changes nothing in evaluation mode. Neither runs on a device.
     ``reads`` lists (operation, output) pairs; -1 - i is network input i.
 
-    ``predicted`` is "NPU", "CPU" or "folded", with ``reason`` and ``source``; ``note`` warns of a cost. ``partition``
+    ``predicted`` is "NPU", "CPU" or "folded", with ``reason`` and ``source``; ``notes`` warn of costs. ``partition``
     numbers the stretch between two hand-overs that it would run in (None if it does not run).
     """
 
@@ -47,6 +48,7 @@ class OpRow(Record):
     output_shapes: tuple[tuple[int, ...], ...]
     rank: int
     dtype: str
+    settings: tuple[tuple[str, object], ...]
     macs: int
     interpolation_macs: int
     parameter_bytes: int
@@ -60,8 +62,12 @@ class OpRow(Record):
     predicted: str = ""
     reason: str = ""
     source: str = ""
-    note: str = ""
+    notes: tuple[str, ...] = ()
     partition: int | None = None
+
+    def setting(self, name: str, default: object = None) -> object:
+        """The operator's argument ``name``, or ``default`` where it was not given."""
+        return dict(self.settings).get(name, default)
 
     @property
     def activation_bytes(self) -> int:
@@ -109,6 +115,7 @@ def _row(op: TracedOp, folded: bool, live_bytes: int) -> OpRow:
         output_shapes=_shapes(op.outputs),
         rank=max(tensor.dim() for tensor in (*inputs, *op.outputs)),
         dtype=str(op.outputs[0].dtype).removeprefix("torch."),
+        settings=_settings(op),
         macs=cost.macs(op),
         interpolation_macs=cost.interpolation_macs(op),
         parameter_bytes=cost.tensor_bytes(op.parameters.values()),
@@ -120,6 +127,17 @@ def _row(op: TracedOp, folded: bool, live_bytes: int) -> OpRow:
         no_effect=not folded and _has_no_effect(op),
         reads=tuple((read.producer, read.output) for read in op.reads),
     )
+
+
+def _settings(op: TracedOp) -> tuple[tuple[str, object], ...]:
+    """Arguments that are plain values, but for those that the shapes and the type say already."""
+    found = []
+    for name, value in op.arguments.items():
+        value = tuple(value) if isinstance(value, list | tuple) else value
+        plain = all(isinstance(v, int | float | str) for v in (value if isinstance(value, tuple) else (value,)))
+        if plain and name not in SAID_BY_SHAPES:
+            found.append((name, value))
+    return tuple(found)
 
 
 def _shapes(tensors) -> tuple[tuple[int, ...], ...]:

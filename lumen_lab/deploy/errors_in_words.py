@@ -52,12 +52,12 @@ KNOWN_ERRORS = (
         "look in the log for what it refused, and rewrite that or quantise it",
     ),
     KnownError(
-        r"(?:Code|error code):? ?(?:1100|6001)\b",
+        r"(?i:code):? (?:1100|6001)\b",
         "QNN error 1100/6001: every operation was accepted by itself, and finalising the graph failed",
         "cut the graph in halves and compile each, to find the operation; then rewrite or split it",
     ),
     KnownError(
-        r"(?:Code|error code):? ?6004\b",
+        r"(?i:code):? 6004\b",
         "QNN error 6004: a tensor that the NPU cannot hold (rank, type or encoding)",
         "look for a rank above 5, a 64-bit integer, or per-channel weights on another axis than 0",
     ),

@@ -224,9 +224,11 @@ def _failure(folder: Path, name: str, chip: Chip, what: str, model: onnx.ModelPr
     except OSError as error:
         kept = f"The log could not be kept ({error.strerror})."
     words = explain("\n".join(lines))
+    full = shutil.disk_usage(folder).free < 2**20  # the log that would say so may be cut off then
     sentences = [
         f"Compiling {name.removesuffix(f'_{chip.name}')} for {chip} left nothing: {what}",
         f"Cause: {words}." if words else "",
+        f"The disk of {folder.parent} is full: free some space, or choose another out_dir." if full else "",
         f"Refused: {refused}." if refused else "",
         f"{chip} has no float16: it takes full INT8 networks only." if chip.supports_fp16 is False else "",
         kept,

@@ -1,5 +1,9 @@
 """Tiny networks for the NPU compiler, and what it made of them (compiled once a run)."""
 
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import onnx
 import pytest
@@ -19,7 +23,9 @@ def constant(name, values):
 def saved(path, nodes, weights=(), *, shape=(1, 3, 32, 32), out_shape=(1, 4, 32, 32), out="y"):
     """Write a network with the input x and one output; every node gets its name as torch site."""
     for node in nodes:
-        node.metadata_props.append(onnx.StringStringEntryProto(key=SCOPES, value=str(["", f"net.{node.name}", node.name])))
+        node.metadata_props.append(
+            onnx.StringStringEntryProto(key=SCOPES, value=str(["", f"net.{node.name}", node.name]))
+        )
     graph = helper.make_graph(
         nodes,
         "net",
@@ -44,13 +50,22 @@ def conv_net(path):
     return saved(path, nodes, [weight(rng, "w1", 8, 3, 3, 3), weight(rng, "b1", 8), weight(rng, "w2", 4, 8, 1, 1)])
 
 
+def wide_net(path):
+    """One conv of 1.2 million weights, so that the context binary is above a megabyte."""
+    rng = np.random.default_rng(0)
+    node = helper.make_node("Conv", ["x", "w"], ["y"], name="wide", pads=[1] * 4)
+    return saved(path, [node], [weight(rng, "w", 512, 256, 3, 3)], shape=(1, 256, 8, 8), out_shape=(1, 512, 8, 8))
+
+
 def deform_net(path):
     """conv - deformable conv - ReLU, as BiRefNet's decoder has them."""
     rng = np.random.default_rng(0)
     nodes = [
         helper.make_node("Conv", ["x", "w1"], ["c1"], name="stem", pads=[1] * 4),
         helper.make_node("Conv", ["c1", "wo"], ["offset"], name="offset_conv", pads=[1] * 4),
-        helper.make_node("DeformConv", ["c1", "wd", "offset"], ["d1"], name="deform", pads=[1] * 4, kernel_shape=[3, 3]),
+        helper.make_node(
+            "DeformConv", ["c1", "wd", "offset"], ["d1"], name="deform", pads=[1] * 4, kernel_shape=[3, 3]
+        ),
         helper.make_node("Relu", ["d1"], ["y"], name="act"),
     ]
     weights = [weight(rng, "w1", 8, 3, 3, 3), weight(rng, "wo", 18, 8, 3, 3), weight(rng, "wd", 4, 8, 3, 3)]
@@ -95,24 +110,62 @@ def quantised_net(path, *, whole=True):
     nodes = [q("x", "s_x", "x_q"), dq("x", "s_x", "x_dq"), weights]
     nodes.append(helper.make_node("Conv", ["x_f", "w_f"], ["c"], name="stem", pads=[1] * 4))
     nodes += [q("c", "s_c", "c_q"), dq("c", "s_c", "c_dq"), helper.make_node("Gelu", ["c_f"], ["g"], name="gelu")]
-    nodes += [q("g", "s_c", "g_q"), dq("g", "s_c", "g_dq")] if whole else [helper.make_node("Relu", ["g"], ["g_f"], name="r")]
+    nodes += (
+        [q("g", "s_c", "g_q"), dq("g", "s_c", "g_dq")]
+        if whole
+        else [helper.make_node("Relu", ["g"], ["g_f"], name="r")]
+    )
     return saved(path, nodes, [kernel, zero, *scale.values()], out_shape=(1, 8, 32, 32), out="g_f")
 
 
 SCALES = {"s_x": 1 / 128, "s_c": 1 / 16, "s_w": 1 / 512}
 
 
+def half_quantised_net(path):
+    """As ``quantised_net``, but nothing quantises behind the GELU, which therefore stays in float."""
+    return quantised_net(path, whole=False)
+
+
+NETS = SimpleNamespace(
+    conv=conv_net,
+    wide=wide_net,
+    deform=deform_net,
+    only_deform=only_deform_net,
+    rank_seven=rank_seven_net,
+    quantised=quantised_net,
+    half_quantised=half_quantised_net,
+)
+
+
+@pytest.fixture(scope="session")
+def nets():
+    """Functions that write a tiny network to a path, by name."""
+    return NETS
+
+
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
-    """``compiled(build, chip)``: the report of a tiny network, compiled at the first call."""
+    """``compiled(net, chip)``: the report of a tiny network for a chip, compiled at the first call."""
     from lumen_lab.deploy.htp import compile_for_chip
 
     folder, reports = tmp_path_factory.mktemp("compiled"), {}
 
-    def get(build, chip="SM8850"):
-        if (build, chip) not in reports:
-            path = folder / f"{build.__name__}.onnx"
-            reports[build, chip] = compile_for_chip(build(path), chip, out_dir=folder / "out", progress=False)
-        return reports[build, chip]
+    def get(net, chip="SM8850"):
+        if (net, chip) not in reports:
+            path = getattr(NETS, net)(folder / f"{net}.onnx")
+            reports[net, chip] = compile_for_chip(path, chip, out_dir=folder / "out", progress=False)
+        return reports[net, chip]
+
+    return get
+
+
+@pytest.fixture
+def own_copy(compiled, tmp_path):
+    """``own_copy(net)``: path of a compiled context that the test may spoil."""
+
+    def get(net):
+        source = Path(compiled(net).context_path)
+        shutil.copytree(source.parent, tmp_path / "copy")
+        return tmp_path / "copy" / source.name
 
     return get

@@ -1,0 +1,224 @@
+"""Predicted against actual, operation by operation, disagreements first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lumen_lab.auditing.onnx_join import ExportedOp, Join, join_operations, onnx_nodes_by_operation
+from lumen_lab.auditing.operations import CPU, FOLDED, NPU, OpRow
+from lumen_lab.auditing.report import AuditReport
+from lumen_lab.errors import AuditError
+from lumen_lab.specs import Record, html_table
+
+UNKNOWN = "unknown"
+OPERATORS = {
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), frozenset({"Conv"})),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), frozenset({"ConvTranspose"})),
+    "linear": frozenset({"Gemm", "MatMul"}),
+}
+"""The ONNX operators by which an operation is known again inside another one that was fused with it."""
+
+
+@dataclass(frozen=True)
+class ComparedOp(Record):
+    """One operation: what was predicted and what the compiler did.
+
+    ``actual`` is "NPU", "CPU", "folded" (nothing of its own is left) or "unknown"; ``onnx_nodes`` are the nodes that
+    it became, ``became`` their operators or, where there are none, what happened to it.
+    """
+
+    index: int
+    site: str
+    call: int
+    kind: str
+    predicted: str
+    actual: str
+    agrees: bool
+    became: str
+    onnx_nodes: tuple[str, ...]
+    predicted_because: str
+    actual_because: str
+
+
+@dataclass(frozen=True)
+class UnclaimedNode(Record):
+    """An ONNX node that belongs to no operation of the audit (the exporter or the runtime made it)."""
+
+    onnx_node: str
+    op_type: str
+    site: str | None
+    actual: str
+
+
+@dataclass(frozen=True)
+class Comparison(Record):
+    """Every operation of an audit beside what became of it, and the ONNX nodes that no operation stands behind."""
+
+    model: str
+    chip: str
+    operations: tuple[ComparedOp, ...]
+    unclaimed: tuple[UnclaimedNode, ...]
+
+    def disagreements(self) -> tuple[ComparedOp, ...]:
+        """The operations that went elsewhere than predicted."""
+        return tuple(op for op in self.operations if not op.agrees)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every operation went where it was predicted, and no other node is on the CPU."""
+        return not self.disagreements() and not any(node.actual == CPU for node in self.unclaimed)
+
+    def rows(self) -> list[dict[str, object]]:
+        """One dict an operation, disagreements on top, then the nodes that no operation stands behind."""
+        ordered = sorted(self.operations, key=lambda op: op.agrees)
+        surprising = [node for node in self.unclaimed if node.actual == CPU]
+        others = [node for node in self.unclaimed if node.actual != CPU]
+        return [*map(_unclaimed_row, surprising), *map(_compared_row, ordered), *map(_unclaimed_row, others)]
+
+    def summary_rows(self) -> list[dict[str, object]]:
+        """How many operations were predicted so and went so."""
+        counts = Counter((op.predicted, op.actual, op.agrees) for op in self.operations)
+        rows = [
+            {"predicted": predicted, "actual": actual, "operations": count, "agrees": "yes" if agrees else "NO"}
+            for (predicted, actual, agrees), count in sorted(counts.items(), key=lambda item: (item[0][2], -item[1]))
+        ]
+        for actual, count in Counter(node.actual for node in self.unclaimed).items():
+            agrees = "NO" if actual == CPU else "yes"
+            rows.append({"predicted": "(no operation)", "actual": actual, "operations": count, "agrees": agrees})
+        return rows
+
+    def __str__(self) -> str:
+        wrong = len(self.disagreements())
+        return (
+            f"{self.model} for {self.chip}: {len(self.operations) - wrong} of {len(self.operations)} operations went "
+            "where predicted"
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """As ``Record.to_json``; operations and nodes as plain dicts."""
+        return {"record": type(self).__name__, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, object]) -> Comparison:
+        values = dict(values)
+        for name, kind in (("operations", ComparedOp), ("unclaimed", UnclaimedNode)):
+            values[name] = [kind.from_json(row) for row in values.get(name, [])]
+        return super().from_json(values)
+
+    def _repr_html_(self) -> str:
+        wrong = [row for row in self.rows() if row["agrees"] == "NO"]
+        table = html_table(wrong, caption="Disagreements", limit=60) if wrong else "<p>No disagreement.</p>"
+        return html_table(self.summary_rows(), caption=str(self)) + table
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """Where an ONNX node went, and why."""
+
+    runs_on: str
+    reason: str
+
+
+def compare_with_actual(report: AuditReport, actual: object, *, onnx_path: str | Path) -> Comparison:
+    """Set what ``report`` predicted beside what the compiler did with ``onnx_path``, exported from the same network.
+
+    ``actual`` is a compile report, or its nodes: dicts or records with the name of the ONNX node (``onnx_node``), where
+    it went (``runs_on`` or ``place``: npu, cpu or folded) and, if known, ``reason``. ``AuditError`` if they do not
+    belong to that file.
+    """
+    exported = onnx_nodes_by_operation(onnx_path)
+    places = _places(getattr(actual, "nodes", actual))
+    _check_same_graph(exported, places, onnx_path)
+    join = join_operations(report.operations, exported)
+    compared = tuple(_compared(row, report.operations, join, places) for row in report.operations)
+    unclaimed = tuple(
+        UnclaimedNode(name, op_type, op.site, _where(places, name))
+        for op in join.unclaimed
+        for name, op_type in op.nodes
+    )
+    return Comparison(report.model, report.chip, compared, unclaimed)
+
+
+def _places(nodes: Iterable[object]) -> dict[str, _Placed]:
+    places = {}
+    for node in nodes:
+        values = node if isinstance(node, Mapping) else vars(node)
+        where = values.get("runs_on", values.get("place"))
+        if "onnx_node" not in values or where is None:
+            raise AuditError(
+                f"A row of what the compiler did needs onnx_node and runs_on, found only {', '.join(map(str, values))}."
+            )
+        where = {"npu": NPU, "cpu": CPU}.get(str(where).lower(), str(where).lower())
+        places[values["onnx_node"]] = _Placed(where, str(values.get("reason") or ""))
+    return places
+
+
+def _check_same_graph(exported: Sequence[ExportedOp], places: Mapping[str, _Placed], onnx_path: str | Path) -> None:
+    names = {name for op in exported for name, _ in op.nodes}
+    known = names & places.keys()
+    if names and len(known) < len(names) / 2:
+        raise AuditError(
+            f"What the compiler did knows {len(known)} of the {len(names)} nodes of {onnx_path}; "
+            "give the ONNX file that was compiled."
+        )
+
+
+def _where(places: Mapping[str, _Placed], name: str) -> str:
+    return places[name].runs_on if name in places else UNKNOWN
+
+
+def _compared(row: OpRow, operations: Sequence[OpRow], join: Join, places: Mapping[str, _Placed]) -> ComparedOp:
+    found = join.nodes.get(row.index, ())
+    names = tuple(name for op in found for name, _ in op.nodes)
+    became = " + ".join(op_type for op in found for op_type in op.op_types)
+    host = None if names or not row.runs else _merged_into(row, operations, join)
+    if host is not None:
+        became = f"part of #{host.index} {host.kind}"
+        actual = _together([_where(places, name) for op in join.nodes[host.index] for name, _ in op.nodes])
+    elif names:
+        actual = _together([_where(places, name) for name in names])
+    else:
+        became, actual = ("merged with a neighbour", FOLDED) if row.runs else ("folded away", FOLDED)
+    reasons = dict.fromkeys(places[name].reason for name in names if name in places and places[name].reason)
+    return ComparedOp(
+        index=row.index,
+        site=row.site,
+        call=row.call,
+        kind=row.kind,
+        predicted=row.predicted,
+        actual=actual,
+        agrees=_agree(row.predicted, actual),
+        became=became,
+        onnx_nodes=names,
+        predicted_because=row.reason,
+        actual_because="; ".join(reasons),
+    )
+
+
+def _together(where: Sequence[str]) -> str:
+    """One word for all nodes of an operation: a single one on the CPU puts it there."""
+    return next((place for place in (CPU, NPU, UNKNOWN) if place in where), FOLDED)
+
+
+def _agree(predicted: str, actual: str) -> bool:
+    """What was predicted for the NPU may have been fused or folded there; nothing may go to the CPU unforeseen."""
+    if predicted == CPU or actual == CPU:
+        return predicted == actual
+    return actual in (NPU, FOLDED)
+
+
+def _merged_into(row: OpRow, operations: Sequence[OpRow], join: Join) -> OpRow | None:
+    """The operation with nodes of its own that ``row``, which has none, was merged into."""
+    readers = [other for other in operations if any(producer == row.index for producer, _ in other.reads)]
+    producers = [operations[producer] for producer, _ in row.reads if producer >= 0]
+    for other in readers:
+        foreign = OPERATORS.get(row.kind, frozenset()) - OPERATORS.get(other.kind, frozenset())
+        if foreign & {op_type for op in join.nodes.get(other.index, ()) for op_type in op.op_types}:
+            return other
+    twins = [other for other in operations if (other.kind, other.reads) == (row.kind, row.reads)]
+    same_work = [other for other in (*producers, *readers) if other.category == row.category]
+    candidates = (*twins, *same_work, *producers, *readers)
+    return next((other for other in candidates if other is not row and other.index in join.nodes), None)

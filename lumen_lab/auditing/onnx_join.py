@@ -1,0 +1,171 @@
+"""Which ONNX nodes came from which operation of the audit.
+
+``torch.onnx.export(dynamo=True)`` writes into each node the module path and the name of the graph operation that it
+was translated from. That graph has been decomposed a little further than the audited one, so its names do not match
+throughout; within one module, though, both lists keep the order of execution and most kinds, and are aligned by that.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lumen_lab.auditing.kinds import plain_name
+from lumen_lab.auditing.operations import OpRow
+from lumen_lab.errors import AuditError
+
+if TYPE_CHECKING:
+    import onnx
+
+SCOPES = "pkg.torch.onnx.name_scopes"
+CLASSES = "pkg.torch.onnx.class_hierarchy"
+FAMILIES = {
+    **dict.fromkeys("view reshape flatten unflatten squeeze unsqueeze".split(), "reshape"),
+    **dict.fromkeys("permute transpose t numpy_T movedim".split(), "permute"),
+    **dict.fromkeys("copy contiguous".split(), "copy"),
+    **dict.fromkeys("pad constant_pad_nd".split(), "pad"),
+}
+"""Kinds that one graph writes this way and the other that way."""
+
+
+@dataclass(frozen=True)
+class ExportedOp:
+    """One operation of the exported graph and the ONNX nodes that it became.
+
+    ``site`` is the module path, None where the file does not say; ``name`` and ``kind`` are the graph's ("" unknown);
+    ``nodes`` pairs of (node name, ONNX operator); ``shape`` that of the last node's output, where it is recorded.
+    """
+
+    name: str
+    kind: str
+    site: str | None
+    nodes: tuple[tuple[str, str], ...]
+    shape: tuple[int, ...] | None
+
+    @property
+    def op_types(self) -> tuple[str, ...]:
+        """The ONNX operators of its nodes, in order."""
+        return tuple(op_type for _, op_type in self.nodes)
+
+
+def onnx_nodes_by_operation(onnx_path: str | Path) -> tuple[ExportedOp, ...]:
+    """The operations behind the nodes of an ONNX file, in the order of the graph.
+
+    A node that does not say where it comes from is an operation of its own. ``AuditError`` if the file cannot be read.
+    """
+    import onnx
+
+    try:
+        graph = onnx.load(onnx_path, load_external_data=False).graph
+    except Exception as error:
+        raise AuditError(f"{onnx_path} cannot be read as an ONNX model: {type(error).__name__}: {error}.") from None
+    shapes = {value.name: _shape(value) for value in (*graph.value_info, *graph.output)}
+    groups: dict[tuple, list[onnx.NodeProto]] = {}
+    for number, node in enumerate(graph.node):
+        origin = _origin(node)
+        groups.setdefault(origin or (None, "", number), []).append(node)
+    return tuple(_exported_op(origin, nodes, shapes) for origin, nodes in groups.items())
+
+
+def _exported_op(origin: tuple, nodes: list[onnx.NodeProto], shapes: dict[str, tuple[int, ...]]) -> ExportedOp:
+    site, kind = origin[:2]
+    return ExportedOp(
+        name=origin[2] if site is not None else "",
+        kind=kind,
+        site=site,
+        nodes=tuple((node.name or node.output[0], node.op_type) for node in nodes),
+        shape=shapes.get(nodes[-1].output[0]),
+    )
+
+
+def _origin(node: onnx.NodeProto) -> tuple[str, str, str] | None:
+    """Module path, kind and name of the operation behind a node, if it says so."""
+    found = {entry.key: entry.value for entry in node.metadata_props if entry.key in (SCOPES, CLASSES)}
+    try:
+        scopes, classes = ast.literal_eval(found[SCOPES]), ast.literal_eval(found[CLASSES])
+        return str(scopes[-2]) if len(scopes) > 1 else "", plain_name(classes[-1]), str(scopes[-1])
+    except (KeyError, ValueError, SyntaxError, IndexError):
+        return None
+
+
+def _shape(value: onnx.ValueInfoProto) -> tuple[int, ...]:
+    return tuple(dim.dim_value for dim in value.type.tensor_type.shape.dim)
+
+
+@dataclass(frozen=True)
+class Join:
+    """``nodes``: exported operations by index of the audited one; ``unclaimed``: those that fit none."""
+
+    nodes: dict[int, tuple[ExportedOp, ...]]
+    unclaimed: tuple[ExportedOp, ...]
+
+
+def join_operations(operations: Sequence[OpRow], exported: Sequence[ExportedOp]) -> Join:
+    """Give each audited operation the exported ones that it became, module by module and in order.
+
+    An exported operation without a namesake (a kind that was decomposed) goes to the audited one in whose place it
+    stands. An audited operation may get none: folded ahead, or merged into a neighbour.
+    """
+    nodes: dict[int, tuple[ExportedOp, ...]] = {}
+    unclaimed: list[ExportedOp] = []
+    by_site: dict[str | None, list[ExportedOp]] = {}
+    for op in exported:
+        by_site.setdefault(op.site, []).append(op)
+    rows_by_site: dict[str | None, list[OpRow]] = {}
+    for row in operations:
+        rows_by_site.setdefault(row.site, []).append(row)
+    for site, ops in by_site.items():
+        pairs = _aligned(rows_by_site.get(site, []), ops)
+        claimed, left = _with_gaps(rows_by_site.get(site, []), ops, pairs)
+        nodes |= claimed
+        unclaimed += left
+    order = {id(op): number for number, op in enumerate(exported)}
+    return Join(nodes, tuple(sorted(unclaimed, key=lambda op: order[id(op)])))
+
+
+def _aligned(rows: Sequence[OpRow], ops: Sequence[ExportedOp]) -> list[tuple[int, int]]:
+    """Positions (row, op) of the best order-preserving pairing: the longest common subsequence, weighted."""
+    best = [[0] * (len(ops) + 1) for _ in range(len(rows) + 1)]
+    for i in reversed(range(len(rows))):
+        for j in reversed(range(len(ops))):
+            weight = _likeness(rows[i], ops[j])
+            paired = weight + best[i + 1][j + 1] if weight else 0
+            best[i][j] = max(paired, best[i + 1][j], best[i][j + 1])
+    pairs, i, j = [], 0, 0
+    while i < len(rows) and j < len(ops):
+        weight = _likeness(rows[i], ops[j])
+        if weight and best[i][j] == weight + best[i + 1][j + 1]:
+            pairs.append((i, j))
+            i, j = i + 1, j + 1
+        elif best[i][j] == best[i + 1][j]:
+            i += 1
+        else:
+            j += 1
+    return pairs
+
+
+def _likeness(row: OpRow, op: ExportedOp) -> int:
+    """0 for different kinds; more for the same shape, name and for an operation that runs."""
+    if FAMILIES.get(row.kind, row.kind) != FAMILIES.get(op.kind, op.kind):
+        return 0
+    return 4 + 2 * (op.shape in row.output_shapes) + row.runs + (row.name == op.name)
+
+
+def _with_gaps(
+    rows: Sequence[OpRow], ops: Sequence[ExportedOp], pairs: list[tuple[int, int]]
+) -> tuple[dict[int, tuple[ExportedOp, ...]], list[ExportedOp]]:
+    """The pairs, and what stands between them: a row without a pair takes the operations in its place."""
+    claimed = {rows[i].index: [ops[j]] for i, j in pairs}
+    unclaimed = []
+    borders = [(-1, -1), *pairs, (len(rows), len(ops))]
+    for (i, j), (next_i, next_j) in zip(borders, borders[1:]):
+        waiting = [row for row in rows[i + 1 : next_i] if row.runs]
+        for op in ops[j + 1 : next_j]:
+            if waiting:
+                claimed.setdefault(waiting[-1].index, []).append(op)
+            else:
+                unclaimed.append(op)
+    return {index: tuple(found) for index, found in claimed.items()}, unclaimed

@@ -1,0 +1,99 @@
+"""The compile report: figures, tables, gate, and the way to disk and back."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from lumen_lab.deploy.qnn_graph import Partition, QnnOp
+from lumen_lab.deploy.report import CompileReport, NodePlace, require_one_partition
+from lumen_lab.errors import ArtifactError, CompileError
+
+
+def op(name, kind="Conv2d", **values):
+    return QnnOp(0, name, kind, (1, 8, 8, 4), "u8", **{"is_float": False, "at_boundary": False, **values})
+
+
+@pytest.fixture
+def report(tmp_path):
+    nodes = [
+        NodePlace(f"deform_{i}", "DeformConv", f"decoder.{i}", "cpu", (), None, "no translation") for i in range(20)
+    ]
+    nodes += [NodePlace("conv", "Conv", "stem", "npu", ("Conv2d", "Transpose")), NodePlace("bias", "Add", "", "folded")]
+    return CompileReport(
+        model="net.onnx",
+        chip="SM8850",
+        htp_arch=81,
+        soc_model=87,
+        options={"soc_model": "87"},
+        onnx_sha256="00ff",
+        versions={"qairt": "v2"},
+        partition_rows=(Partition("a", 2, ("x",), ("u",), 100, 20), Partition("b", 1, ("v",), ("y",), 30, 4)),
+        nodes=tuple(nodes),
+        ops=(
+            op("c"),
+            op("t", "Transpose"),
+            op("f", is_float=True),
+            op("q", "Quantize", is_float=True, at_boundary=True),
+        ),
+        binary_bytes=123_456,
+        compile_s=1.25,
+        peak_memory_bytes=2**30,
+        log_path=str(tmp_path / "artefact" / "net.log"),
+        context_path=str(tmp_path / "artefact" / "net_ctx.onnx"),
+    )
+
+
+def test_figures_are_counted_from_the_rows(report):
+    assert report.partitions == 2
+    assert len(report.cpu_nodes) == 20 and report.cpu_nodes[3].site == "decoder.3"
+    assert report.qnn_ops == {"Conv2d": 2, "Transpose": 1, "Quantize": 1}
+    assert [op.name for op in report.float_ops] == ["f"]
+    figures = {row["figure"]: row["value"] for row in report.summary_rows()}
+    assert figures["bytes across partition borders"] == 154
+    assert figures["peak memory, MiB"] == 1024
+    assert figures["ONNX nodes on the NPU / folded / on the CPU"] == "1 / 1 / 20"
+
+
+def test_what_stays_on_the_cpu_comes_first_and_by_kind(report):
+    assert [row["place"] for row in report.rows()] == ["cpu"] * 20 + ["npu", "folded"]
+    assert report.rows()[-1]["site"] == "(network)"
+    (row,) = report.cpu_rows()
+    assert (row["op type"], row["nodes"], row["reason"]) == ("DeformConv", 20, "no translation")
+    assert row["sites"].startswith("decoder.0, decoder.1") and row["sites"].endswith("and 12 more")
+
+
+def test_the_notebook_page_shows_figures_and_escapes_names(report):
+    spoiled = replace(report, nodes=(replace(report.nodes[0], site="<script>"),))
+    page = spoiled._repr_html_()
+    assert "2 partitions" in page and "DeformConv" in page and "&lt;script&gt;" in page and "<script>" not in page
+    assert "Nothing is left on the CPU" in replace(report, nodes=report.nodes[20:])._repr_html_()
+
+
+def test_a_report_comes_back_from_disk_the_same_and_moves_with_its_folder(report, tmp_path):
+    path = report.save(tmp_path / "artefact" / "net.report.json")
+    assert str(tmp_path) not in path.read_text()
+    assert CompileReport.load(path) == report
+    (tmp_path / "artefact").rename(tmp_path / "moved")
+    moved = CompileReport.load(tmp_path / "moved" / "net.report.json")
+    assert moved.context_path == str(tmp_path / "moved" / "net_ctx.onnx")
+
+
+def test_a_file_that_is_no_report_is_refused(report, tmp_path):
+    path = report.save(tmp_path / "net.report.json")
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in values.items() if key != "ops"} | {"more": 1}))
+    with pytest.raises(ArtifactError, match="more"):
+        CompileReport.load(path)
+    path.write_text("no json")
+    with pytest.raises(ArtifactError, match="Cannot read"):
+        CompileReport.load(path)
+
+
+def test_the_gate_passes_one_partition_only_and_names_the_sites(report):
+    whole = replace(report, partition_rows=report.partition_rows[:1], nodes=report.nodes[20:])
+    assert require_one_partition(whole) is whole
+    with pytest.raises(CompileError, match=r"20 DeformConv at decoder\.0, .*no translation"):
+        require_one_partition(replace(report, partition_rows=report.partition_rows[:1]))
+    with pytest.raises(CompileError, match="it is 2, and on the CPU stay no nodes"):
+        require_one_partition(replace(report, nodes=report.nodes[20:]))
