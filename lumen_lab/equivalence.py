@@ -114,8 +114,7 @@ def judge(pairs: Sequence[tuple[Tensor, Tensor]], claim: Exact | Bounded, *, nam
         return Verdict(name, site, claim_text(claim), "failed", None, None, None, len(pairs), note)
     differences = [difference(r, a) for r, a in pairs]
     worst = max(differences)
-    scale = max(1.0, *(float(r.abs().max()) if r.numel() else 0.0 for r, _ in pairs))
-    tolerance = allowed(claim, scale)
+    tolerance = allowed(claim, max(1.0, *(magnitude(r) for r, _ in pairs)))
     identical = all(torch.equal(r, a) for r, a in pairs)
     held = identical if tolerance == 0 else worst <= tolerance
     status = "passed" if held else "failed"
@@ -153,8 +152,8 @@ def output_pairs(reference, actual, samples: Iterable[Sample], dtype: torch.dtyp
         for sample in samples:
             inputs = sample if isinstance(sample, tuple) else (sample,)
             inputs = tuple(cast(value, dtype) for value in inputs)
-            expected = tensors_of(reference(*inputs))
-            found = tensors_of(actual(*inputs))
+            expected = tensors_of(reference(*own(inputs)))
+            found = tensors_of(actual(*own(inputs)))
             if len(expected) != len(found):
                 raise LumenError(
                     f"The reference returns {len(expected)} tensors, the other {len(found)}; compare alike."
@@ -179,6 +178,11 @@ def cast(value: object, dtype: torch.dtype | None) -> object:
     return value
 
 
+def own(inputs: tuple) -> tuple:
+    """Copies of the tensors, so that an in-place operation of one side does not reach the other."""
+    return tuple(value.clone() if isinstance(value, Tensor) else value for value in inputs)
+
+
 def tensors_of(output: object) -> list[Tensor]:
     """Every tensor in an output, in order, through tuples, lists and dicts; None is skipped."""
     if isinstance(output, Tensor):
@@ -191,22 +195,31 @@ def tensors_of(output: object) -> list[Tensor]:
 
 
 def difference(reference: Tensor, actual: Tensor) -> float:
-    """Largest absolute difference; infinite where one is NaN and the other is not."""
+    """Largest absolute difference; infinite if either holds a NaN, zero where both hold the same infinity."""
     if reference.numel() == 0:
         return 0.0
-    both_nan = reference.isnan() & actual.isnan()
-    gap = (reference.double() - actual.double()).abs().masked_fill(both_nan | (reference == actual), 0.0)
-    worst = float(gap.max())
+    worst = float(gap(reference, actual).max())
     return math.inf if math.isnan(worst) else worst
 
 
+def gap(reference: Tensor, actual: Tensor) -> Tensor:
+    """|reference − actual| in float64, zero where the two are equal."""
+    return (reference.double() - actual.double()).abs().masked_fill(reference == actual, 0.0)
+
+
+def magnitude(x: Tensor) -> float:
+    """Largest finite absolute value, 0 if there is none: an infinity must not stretch a tolerance."""
+    finite = x[x.isfinite()].double()
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
 def sqnr_db(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """10·log10(Σ reference² / Σ (reference − actual)²) over all pairs, in dB."""
+    """10·log10(Σ reference² / Σ (reference − actual)²) over all pairs, in dB; −∞ if the difference is not finite."""
     signal = sum(float(r.double().square().sum()) for r, _ in pairs)
-    noise = sum(float((r.double() - a.double()).square().sum()) for r, a in pairs)
+    noise = sum(float(gap(r, a).square().sum()) for r, a in pairs)
     if noise == 0:
         return math.inf
-    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 and math.isfinite(noise) else -math.inf
 
 
 def random_samples(

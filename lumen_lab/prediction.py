@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lumen_lab.deploy.emulation import manifest_path
 from lumen_lab.errors import ArtifactError, LumenError
 from lumen_lab.images import check_image, from_network_output, to_network_input
 from lumen_lab.specs import Manifest, TensorSpec
@@ -52,7 +53,7 @@ def working_size(model_or_artifact: Predictor) -> tuple[int, int]:
 
 def artifact_input(path: Path) -> TensorSpec:
     """The image input of an ONNX file or context, from the manifest beside it."""
-    manifest = path.with_suffix(".manifest.json")
+    manifest = manifest_path(path)
     if not path.is_file() or not manifest.is_file():
         absent = path if not path.is_file() else manifest
         raise ArtifactError(
@@ -81,7 +82,7 @@ def run_network(model: nn.Module, value: np.ndarray) -> np.ndarray:
 
 def run_artifact(path: Path, inputs: list[np.ndarray]) -> list[np.ndarray]:
     """A compiled context runs in the emulation, any other ONNX file on the CPU."""
-    if Manifest.load(path.with_suffix(".manifest.json")).chip is not None:
+    if Manifest.load(manifest_path(path)).chip is not None:
         from lumen_lab.deploy.htp import emulate
 
         return [next(iter(outputs.values())).astype(np.float32) for outputs in emulate(path, inputs)]

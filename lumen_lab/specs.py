@@ -11,7 +11,8 @@ import html
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,21 +50,30 @@ class Learned:
 Claim = Exact | Bounded | Learned
 
 
-def write_whole(path: str | Path, content: str | bytes) -> Path:
-    """Write ``content`` under a temporary name beside ``path`` and rename it, so no reader sees half a file."""
+@contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """A temporary name beside ``path`` to write under; renamed to ``path`` when the block ends well, else removed.
+
+    No reader ever sees half a file, and an earlier file stays until the new one is whole.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = content.encode() if isinstance(content, str) else content
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    os.close(handle)
+    temporary = Path(name)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return path
+        yield temporary
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: str | Path, content: str | bytes) -> Path:
+    """Write ``content`` to ``path`` as a whole or not at all; returns the path."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+    return Path(path)
 
 
 def file_sha256(path: str | Path) -> str:
@@ -136,7 +146,13 @@ class Record:
             values = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
             raise ArtifactError(f"Cannot read {path} as a saved {cls.__name__}: {error}.") from None
-        return cls.from_json(values)
+        if not isinstance(values, dict) or values.get("record", cls.__name__) != cls.__name__:
+            found = values["record"] if isinstance(values, dict) else f"a {type(values).__name__}"
+            raise ArtifactError(f"{path} should hold a saved {cls.__name__}, found {found}; make it again.")
+        try:
+            return cls.from_json(values)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ArtifactError(f"The saved {cls.__name__} in {path} is damaged ({error!r}); make it again.") from None
 
     def _repr_html_(self) -> str:
         return html_table(self.rows(), caption=type(self).__name__, limit=60)

@@ -78,7 +78,10 @@ def _detached(value: object) -> object:
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, tuple | list):
-        return type(value)(_detached(item) for item in value)
+        items = [_detached(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {key: _detached(item) for key, item in value.items()}
     return value
 
 

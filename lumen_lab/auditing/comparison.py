@@ -133,7 +133,8 @@ def compare_with_actual(report: AuditReport, actual: object, *, onnx_path: str |
     places = _places(getattr(actual, "nodes", actual))
     _check_same_graph(exported, places, onnx_path)
     join = join_operations(report.operations, exported)
-    compared = tuple(_compared(row, report.operations, join, places) for row in report.operations)
+    hosts = {index: report.operations[host] for index, host in _hosts(report.operations, join).items()}
+    compared = tuple(_compared(row, hosts.get(row.index), join, places) for row in report.operations)
     unclaimed = tuple(
         UnclaimedNode(name, op_type, op.site, _where(places, name))
         for op in join.unclaimed
@@ -170,11 +171,10 @@ def _where(places: Mapping[str, _Placed], name: str) -> str:
     return places[name].runs_on if name in places else UNKNOWN
 
 
-def _compared(row: OpRow, operations: Sequence[OpRow], join: Join, places: Mapping[str, _Placed]) -> ComparedOp:
+def _compared(row: OpRow, host: OpRow | None, join: Join, places: Mapping[str, _Placed]) -> ComparedOp:
     found = join.nodes.get(row.index, ())
     names = tuple(name for op in found for name, _ in op.nodes)
     became = " + ".join(op_type for op in found for op_type in op.op_types)
-    host = None if names or not row.runs else _merged_into(row, operations, join)
     if host is not None:
         became = f"part of #{host.index} {host.kind}"
         actual = _together([_where(places, name) for op in join.nodes[host.index] for name, _ in op.nodes])
@@ -210,15 +210,73 @@ def _agree(predicted: str, actual: str) -> bool:
     return actual in (NPU, FOLDED)
 
 
-def _merged_into(row: OpRow, operations: Sequence[OpRow], join: Join) -> OpRow | None:
-    """The operation with nodes of its own that ``row``, which has none, was merged into."""
-    readers = [other for other in operations if any(producer == row.index for producer, _ in other.reads)]
-    producers = [operations[producer] for producer, _ in row.reads if producer >= 0]
-    for other in readers:
+def _compared_row(op: ComparedOp) -> dict[str, object]:
+    return {
+        "agrees": "yes" if op.agrees else "NO",
+        "predicted": op.predicted,
+        "actual": op.actual,
+        "#": op.index,
+        "site": f"{op.site or '(network)'}{f' (call {op.call + 1})' if op.call else ''}",
+        "kind": op.kind,
+        "became": op.became,
+        "ONNX nodes": ", ".join(op.onnx_nodes),
+        "predicted because": op.predicted_because,
+        "actual because": op.actual_because,
+    }
+
+
+def _unclaimed_row(node: UnclaimedNode) -> dict[str, object]:
+    return {
+        "agrees": "NO" if node.actual == CPU else "yes",
+        "predicted": "(no operation)",
+        "actual": node.actual,
+        "#": None,
+        "site": "(unknown)" if node.site is None else node.site or "(network)",
+        "kind": None,
+        "became": node.op_type,
+        "ONNX nodes": node.onnx_node,
+        "predicted because": "",
+        "actual because": "",
+    }
+
+
+def _hosts(operations: Sequence[OpRow], join: Join) -> dict[int, int]:
+    """For each operation that runs but has no nodes of its own: the operation with nodes that it was merged into.
+
+    The exporter keeps one of several equal operations on the same inputs (weights of equal values included), fuses a
+    conv into the normalisation that follows it, and joins neighbours that only move data.
+    """
+    hosts: dict[int, int | None] = {}
+    twins: dict[int, int] = {}
+    first_of: dict[tuple, int] = {}
+    for row in operations:
+        reads = tuple((twins.get(producer, producer), output) for producer, output in row.reads)
+        key = (row.kind, row.settings, row.output_shapes, reads)
+        if row.index in join.nodes:
+            first_of.setdefault(key, row.index)
+        elif row.runs:
+            host = _fused_with(row, operations, join)
+            if host is None and key in first_of:
+                host = twins[row.index] = first_of[key]
+            hosts[row.index] = _neighbour(row, operations, join) if host is None else host
+    return {index: host for index, host in hosts.items() if host is not None}
+
+
+def _readers(row: OpRow, operations: Sequence[OpRow]) -> list[OpRow]:
+    return [other for other in operations if any(producer == row.index for producer, _ in other.reads)]
+
+
+def _fused_with(row: OpRow, operations: Sequence[OpRow], join: Join) -> int | None:
+    """The reader in whose nodes stands the operator by which ``row`` is known."""
+    for other in _readers(row, operations):
         foreign = OPERATORS.get(row.kind, frozenset()) - OPERATORS.get(other.kind, frozenset())
         if foreign & {op_type for op in join.nodes.get(other.index, ()) for op_type in op.op_types}:
-            return other
-    twins = [other for other in operations if (other.kind, other.reads) == (row.kind, row.reads)]
-    same_work = [other for other in (*producers, *readers) if other.category == row.category]
-    candidates = (*twins, *same_work, *producers, *readers)
-    return next((other for other in candidates if other is not row and other.index in join.nodes), None)
+            return other.index
+    return None
+
+
+def _neighbour(row: OpRow, operations: Sequence[OpRow], join: Join) -> int | None:
+    """The operation before or after ``row`` that has nodes, one that does the same sort of work if there is one."""
+    around = [operations[producer] for producer, _ in row.reads if producer >= 0] + _readers(row, operations)
+    around.sort(key=lambda other: other.category != row.category)
+    return next((other.index for other in around if other.index in join.nodes), None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -43,8 +44,8 @@ def _linear(op: TracedOp) -> int:
 
 def _matmul(op: TracedOp) -> int:
     """Also mm, bmm, and addmm and baddbmm, whose first argument is added."""
-    first, second = _tensor_arguments(op)[-2:]
-    return op.outputs[0].numel() * first.shape[-1] if second.dim() else 0
+    first = _tensor_arguments(op)[-2]
+    return op.outputs[0].numel() * first.shape[-1]
 
 
 def _attention(op: TracedOp) -> int:
@@ -127,47 +128,43 @@ def live_bytes(traced: Trace, folded: set[int]) -> list[int]:
     nothing. Network inputs live throughout (the caller holds them), results to the end. Weights, and operations in
     ``folded``, are no activations. Working memory inside an operation is not counted.
     """
-    sizes: dict[int, int] = {}
-    born: dict[int, int] = {}
-    dies: dict[int, int] = {}
-    count = len(traced.operations)
-
-    def touch(tensor: Tensor, index: int) -> None:
-        storage = storage_of(tensor)
-        if storage in sizes:
-            dies[storage] = max(dies[storage], index)
-
-    def open_storage(tensor: Tensor, index: int) -> None:
-        storage = storage_of(tensor)
-        if storage not in sizes:
-            sizes[storage] = tensor.untyped_storage().nbytes()
-            born[storage] = dies[storage] = index
-        touch(tensor, index)
-
-    fixed = {storage_of(tensor) for op in traced.operations for tensor in op.parameters.values()}
+    end = len(traced.operations)
+    storages = _Lifetimes()
     for tensor in traced.inputs:
-        open_storage(tensor, 0)
-        touch(tensor, count)
+        storages.born(tensor, 0)
+        storages.used(tensor, end)
+    fixed = {storage_of(tensor) for op in traced.operations for tensor in op.parameters.values()}
     for op in traced.operations:
         for read in op.reads:
-            touch(read.tensor, op.index)
-        if op.index not in folded:
-            for tensor in op.outputs:
-                if storage_of(tensor) not in fixed:
-                    open_storage(tensor, op.index)
+            storages.used(read.tensor, op.index)
+        for tensor in op.outputs:
+            if op.index not in folded and storage_of(tensor) not in fixed:
+                storages.born(tensor, op.index)
     for read in traced.results:
-        touch(read.tensor, count)
-    return _sum_alive(sizes, born, dies, count)
+        storages.used(read.tensor, end)
+    return storages.alive(end)
 
 
-def _sum_alive(sizes: dict[int, int], born: dict[int, int], dies: dict[int, int], count: int) -> list[int]:
-    change = [0] * (count + 1)
-    for storage, size in sizes.items():
-        change[born[storage]] += size
-        if dies[storage] + 1 <= count:
-            change[dies[storage] + 1] -= size
-    alive, total = [], 0
-    for delta in change[:count]:
-        total += delta
-        alive.append(total)
-    return alive
+class _Lifetimes:
+    """First and last use of each storage, by the index of the operation."""
+
+    def __init__(self):
+        self.spans: dict[int, tuple[int, int, int]] = {}  # storage -> bytes, first, last
+
+    def born(self, tensor: Tensor, index: int) -> None:
+        self.spans.setdefault(storage_of(tensor), (tensor.untyped_storage().nbytes(), index, index))
+        self.used(tensor, index)
+
+    def used(self, tensor: Tensor, index: int) -> None:
+        """Extend the life of a storage; one that was never born (a weight, a constant) is ignored."""
+        if (span := self.spans.get(storage_of(tensor))) is not None:
+            size, first, last = span
+            self.spans[storage_of(tensor)] = (size, first, max(last, index))
+
+    def alive(self, count: int) -> list[int]:
+        """Bytes alive during each of ``count`` operations."""
+        change = [0] * (count + 2)
+        for size, first, last in self.spans.values():
+            change[first] += size
+            change[last + 1] -= size
+        return list(accumulate(change))[:count]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -161,7 +162,7 @@ def _with_gaps(
     claimed = {rows[i].index: [ops[j]] for i, j in pairs}
     unclaimed = []
     borders = [(-1, -1), *pairs, (len(rows), len(ops))]
-    for (i, j), (next_i, next_j) in zip(borders, borders[1:]):
+    for (i, j), (next_i, next_j) in pairwise(borders):
         waiting = [row for row in rows[i + 1 : next_i] if row.runs]
         for op in ops[j + 1 : next_j]:
             if waiting:

@@ -15,7 +15,7 @@ CHANNELS_FIRST = frozenset(
     "grid_sample resize_bilinear resize_nearest resize_bicubic max_pool2d avg_pool2d".split()
 )
 SAID_BY_SHAPES = frozenset({"size", "shape", "output_size"})
-CHANNELS_LAST = frozenset({"linear", "matmul", "bmm", "layer_norm", "rms_norm"})  # and the last axis of a matrix product
+CHANNELS_LAST = frozenset({"linear", "matmul", "bmm", "layer_norm", "rms_norm"})
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,10 @@ class OpRow(Record):
     ``site`` is the path of its module ("" for the network itself), ``call`` which call of that module it belongs to,
     from 0; ``name`` its name in the exported graph. ``input_shapes`` are those of activations and computed constants;
     weights, buffers and stored constants are in ``parameter_shapes``. ``rank`` is the largest among all but the
-    weights. ``settings`` are the operator's other arguments (stride, mode, axis …). ``macs`` and ``interpolation_macs`` are explained in ``auditing.cost``. ``output_bytes`` has one number an
-    output; ``live_bytes`` are the activations alive while it runs. ``channels_mod_32`` is the remainder of its output
-    channels (of the last axis, for matrix products): 0 fills the NPU's 32-wide tiles, None has no channels.
+    weights. ``settings`` are the operator's other arguments (stride, mode, axis …). ``macs`` and
+    ``interpolation_macs`` are explained in ``auditing.cost``. ``output_bytes`` has one number an output;
+    ``live_bytes`` are the activations alive while it runs. ``channels_mod_32`` is the remainder of its output channels
+    (of the last axis, for matrix products): 0 fills the NPU's 32-wide tiles, None has no channels.
 
     ``view``: the output shares its input's memory. ``folded``: it depends on weights and constants alone, so that
     it is computed ahead; ``no_effect``: it changes nothing in evaluation mode. Neither runs on a device.

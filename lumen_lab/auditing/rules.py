@@ -98,7 +98,7 @@ def _refused_setting_reason(row: OpRow) -> str:
 
 
 def _rank_6_taken_apart(row: OpRow, around: Surroundings) -> bool:
-    """Part of a reshape, a permutation and a reshape, of which the two tensors between have rank 6 and an axis to spare."""
+    """Part of reshape, permutation, reshape, where the two tensors between have rank 6 and an axis to spare."""
     for start in (row, around.producer(row), around.producer(around.producer(row) or row)):
         chain = _three_from(start, around)
         if row in chain and _can_drop_an_axis(chain[0], chain[1]):

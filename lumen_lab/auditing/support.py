@@ -44,8 +44,8 @@ REFUSED_AT_RANK_5 = frozenset(
 TAKEN_AT_RANK_5 = frozenset(
     """abs add amax avg_pool3d cat clamp contiguous conv3d conv_transpose3d copy div dropout einsum exp expand flatten
     flip gelu ge group_norm gt leaky_relu linear lt masked_fill matmul mean mul pad permute pow relu repeat reshape
-    resize_nearest resize_trilinear roll rsub select sigmoid silu slice softmax squeeze sub sum transpose unbind unsqueeze
-    var view where""".split()
+    resize_nearest resize_trilinear roll rsub select sigmoid silu slice softmax squeeze sub sum transpose unbind
+    unsqueeze var view where""".split()
 )
 
 REFUSED_TYPES = {

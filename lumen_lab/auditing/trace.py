@@ -9,6 +9,7 @@ import operator
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, fx, nn
@@ -96,10 +97,10 @@ def _described(value: object) -> str:
 def _exported(model: nn.Module, example_inputs: tuple[Tensor, ...]) -> ExportedProgram:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    weights = next((tensor for tensor in (*model.parameters(), *model.buffers())), None)
+    weight = next(chain(model.parameters(), model.buffers()), None)
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         fakes = tuple(
-            torch.empty(tuple(value.shape), dtype=value.dtype, device=value.device if weights is None else weights.device)
+            torch.empty(tuple(value.shape), dtype=value.dtype, device=(value if weight is None else weight).device)
             for value in example_inputs
         )
         try:
@@ -145,7 +146,7 @@ class _Reader:
                 if node.op == "call_function":
                     self._call(node)
                 elif node.op == "get_attr":
-                    raise AuditError(f"The model has control flow of its own ({node.name}), which an audit cannot read.")
+                    raise AuditError(f"The model has control flow in its graph ({node.name}), which no audit can read.")
         inputs = tuple(self.values[node] for node in placeholders if node in self.sources)
         return Trace(tuple(self.operations), inputs, tuple(self._reads(self.graph.output_node())))
 
@@ -192,8 +193,8 @@ class _Reader:
     def _refuse_open_shapes(node: fx.Node, outputs: tuple[Tensor, ...]) -> None:
         if any(not isinstance(length, int) for tensor in outputs for length in tensor.shape):
             raise AuditError(
-                f"The shape of {node.name} ({plain_name(node.target)}, at {_site(node)[0] or 'the top'}) depends on the "
-                "values of a tensor; an NPU takes fixed shapes only."
+                f"The shape of {node.name} at {_site(node)[0] or '(network)'} depends on the values of a tensor; "
+                "an NPU takes fixed shapes only."
             )
 
 

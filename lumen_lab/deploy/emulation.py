@@ -148,7 +148,8 @@ def _read_outputs(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
 def _sample_bar(outputs: Path, total: int, shown: bool) -> Iterator[Callable[[float], None]]:
     from tqdm.auto import tqdm
 
-    with tqdm(desc="Emulating the NPU", total=total, unit="sample", disable=not shown, leave=False) as bar:
+    options = {"unit": "sample", "disable": not shown, "leave": False, "mininterval": 1}
+    with tqdm(desc="Emulating the NPU", total=total, **options) as bar:
         # A finished sample is the file of that number; glob would count one that is being written.
         yield lambda _: bar.update((outputs / f"{bar.n}.npz").exists()) if shown and bar.n < total else None
 

@@ -186,8 +186,15 @@ def _progress_bar(title: str, log: Path, shown: bool) -> Iterator[Callable[[floa
     """A line with the step that the compiler is in and the seconds passed."""
     from tqdm.auto import tqdm
 
-    with tqdm(desc=title, bar_format="{desc} {elapsed}{postfix}", disable=not shown, leave=False) as bar:
-        yield lambda seconds: bar.set_postfix_str(_step(log)) if shown and int(seconds * 20) % 20 == 0 else None
+    form = "{desc} {elapsed}{postfix}"
+    with tqdm(desc=title, bar_format=form, disable=not shown, leave=False, mininterval=1) as bar:
+
+        def show(seconds: float) -> None:
+            if shown and int(seconds * 20) % 20 == 0:
+                bar.set_postfix_str(_step(log), refresh=False)
+                bar.update(0)
+
+        yield show
 
 
 def _step(log: Path) -> str:

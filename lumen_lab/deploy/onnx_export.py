@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lumen_lab.errors import ExportError
+from lumen_lab.deploy.emulation import manifest_path
+from lumen_lab.errors import ArtifactError, ExportError
+from lumen_lab.network.checkpoints import model_name, weights_sha256
 from lumen_lab.rewrites.plan import default_inputs
-from lumen_lab.specs import Manifest, TensorSpec, file_sha256, tool_versions
+from lumen_lab.specs import Manifest, TensorSpec, file_sha256, replacing, tool_versions, write_whole
 
 OPSET = 20  # the first with GELU as one operator, which the NPU takes whole; DeformConv needs 19
+TOOLS = ("torch", "torchvision", "onnx", "onnxscript")
 PRIVATE_METADATA = ("pkg.torch.onnx.stack_trace", "pkg.torch.export.ExportedProgram.graph_signature")
 
 
@@ -26,12 +27,14 @@ def export_onnx(
     example_inputs: tuple[Tensor, ...] | None = None,
     input_names: Sequence[str] = ("image",),
     output_names: Sequence[str] = ("logits",),
+    reuse: bool = False,
 ) -> Path:
     """Write ``model`` as ONNX (opset 20) with a manifest beside it (``<name>.manifest.json``); returns the path.
 
     Shapes are those of ``example_inputs`` (default: the model's own image size, batch 1) and static: the NPU takes no
     others. Every node keeps the torch module that it comes from in its metadata. A deformable conv becomes ONNX
-    DeformConv, so that the compiler can be asked about it. Raises ``ExportError``; the file appears whole or not.
+    DeformConv, so that the compiler can be asked about it. With ``reuse``, a file made from the same weights, rewrites,
+    shapes and versions is taken as it is. Raises ``ExportError``; the file appears whole or not.
     """
     path = Path(path)
     if model.training:
@@ -42,7 +45,7 @@ def export_onnx(
     proto = traced(model, example_inputs, input_names, output_names)
     strip_private(proto)
     write_proto(proto, path)
-    onnx_manifest(model, proto, path).save(path.with_suffix(".manifest.json"))
+    onnx_manifest(model, proto, path).save(manifest_path(path))
     return path
 
 
@@ -107,32 +110,23 @@ def strip_private(proto) -> None:
 
 
 def write_proto(proto, path: Path) -> None:
-    """Check the model and write it under a temporary name, then rename."""
+    """Check the model and write it whole."""
     import onnx
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     onnx.checker.check_model(proto)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    os.close(handle)
     try:
-        onnx.save(proto, temporary)
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            onnx.save(proto, temporary)
     except OSError as error:
         raise ExportError(f"{path} cannot be written: {error.strerror or error}.") from None
-    finally:
-        Path(temporary).unlink(missing_ok=True)
 
 
-def onnx_manifest(model: nn.Module, proto, path: Path) -> Manifest:
+def onnx_manifest(proto, path: Path, origin: dict[str, str]) -> Manifest:
     """What made the file, and its contract."""
-    rewrites = sorted({m.rewritten_by for m in model.modules() if hasattr(m, "rewritten_by")})
     return Manifest(
         kind="onnx",
-        made_from={
-            "network": getattr(getattr(model, "config", None), "name", type(model).__name__),
-            "rewrites": ", ".join(rewrites) or "none",
-        },
-        versions=tool_versions("torch", "torchvision", "onnx", "onnxscript"),
+        made_from=origin,
+        versions=tool_versions(*TOOLS),
         inputs=tuple(contract(value) for value in proto.graph.input),
         outputs=tuple(contract(value) for value in proto.graph.output),
         files={path.name: file_sha256(path)},

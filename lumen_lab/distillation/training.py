@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from lumen_lab.distillation.losses import LossWeights, supervised_loss
 from lumen_lab.errors import ArtifactError
 from lumen_lab.rewrites.deform import DECOMPOSE_DEFORM_CONV, RECOMPOSE_DEFORM_CONV
 from lumen_lab.rewrites.plan import rewrite
+from lumen_lab.specs import replacing
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Recipe:
         """Learning rate at ``step``: linear warm-up, then half a cosine."""
         import math
 
-        warm = min(1.0, (step + 1) / self.warmup_steps)
+        warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
         return self.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * step / self.steps))
 
 
@@ -77,7 +77,7 @@ def train(
     optimizer = torch.optim.AdamW(parameter_groups(model, recipe.weight_decay), lr=recipe.learning_rate)
     average = {name: value.detach().clone() for name, value in model.state_dict().items()}
     start = resume(out_dir, recipe, model, optimizer, average)
-    last = min(recipe.steps, stop_after or recipe.steps)
+    last = min(recipe.steps, recipe.steps if stop_after is None else stop_after)
     log = open_log(out_dir / "log.csv", start)
     progress = tqdm(total=recipe.steps, initial=start, desc="training", unit="step", mininterval=2)
     for step, scene in batches(scenes_at, recipe, start, last, workers):
@@ -153,9 +153,8 @@ def save_state(out_dir: Path, recipe: Recipe, model, optimizer, average, step: i
         "optimizer": optimizer.state_dict(),
         "average": average,
     }
-    temporary = out_dir / ".checkpoint.pt.part"
-    torch.save(state, temporary)
-    os.replace(temporary, out_dir / "checkpoint.pt")
+    with replacing(out_dir / "checkpoint.pt") as temporary:
+        torch.save(state, temporary)
 
 
 def resume(out_dir: Path, recipe: Recipe, model, optimizer, average) -> int:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import hashlib
 import pickle
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,10 +17,11 @@ from torch import Tensor, nn
 
 from lumen_lab.errors import CheckpointError
 from lumen_lab.network.config import PRESETS, BiRefNetConfig
-from lumen_lab.specs import Manifest, TensorSpec, file_sha256, tool_versions
+from lumen_lab.specs import Manifest, TensorSpec, file_sha256, replacing, tool_versions
 
 WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+")
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
+FILE_ENDINGS = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def read_weights(source: str | Path | Mapping[str, Tensor], *, revision: str | N
     """
     if isinstance(source, Mapping):
         raw = source
-    elif not Path(source).exists() and HUB_ID.match(str(source)):
-        raw = read_file(fetch(str(source), revision=revision))
+    elif is_hub_id(source):
+        raw = read_file(fetch(source, revision=revision))
     else:
         raw = read_file(Path(source))
     tensors = {WRAPPERS.sub("", name): value for name, value in raw.items() if isinstance(value, Tensor)}
@@ -60,6 +60,12 @@ def read_weights(source: str | Path | Mapping[str, Tensor], *, revision: str | N
         raise CheckpointError(f"Expected weights in {describe(source)}, found no tensors; give a state dict.")
     half = (torch.float16, torch.bfloat16)
     return {name: value.float() if value.dtype in half else value for name, value in tensors.items()}
+
+
+def is_hub_id(source: str | Path) -> bool:
+    """True for "owner/name"; a path that exists, or a name with the ending of a weights file, is a file."""
+    named_as_file = str(source).endswith(FILE_ENDINGS)
+    return isinstance(source, str) and bool(HUB_ID.match(source)) and not named_as_file and not Path(source).exists()
 
 
 def read_file(path: Path) -> Mapping[str, Tensor]:
@@ -195,20 +201,22 @@ def save_weights(model: nn.Module, path: str | Path, *, made_from: Mapping[str, 
     path = Path(path)
     if path.suffix != ".safetensors":
         raise CheckpointError(f"Weights are saved as .safetensors, asked for '{path.name}'; change the ending.")
-    path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
     if half:
         tensors = {name: v.half() if v.dtype == torch.float32 else v for name, v in tensors.items()}
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    os.close(handle)
-    try:
+    with replacing(path) as temporary:
         safetensors.torch.save_file(tensors, temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
     weights_manifest(model, path, made_from, "float16" if half else "float32").save(path.with_suffix(".manifest.json"))
     return path
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """A hash of every name and value of the state dict: equal for equal networks, whatever file they came from."""
+    digest = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(value.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def weights_manifest(model: nn.Module, path: Path, made_from: Mapping[str, str], dtype: str) -> Manifest:

@@ -234,7 +234,7 @@ class SwinTransformer(nn.Module):
     def __init__(self, config: BiRefNetConfig):
         super().__init__()
         self.patch_embed = PatchEmbed(config.embed_dim)
-        rates = torch.linspace(0, config.drop_path_rate, sum(config.depths)).tolist()
+        rates = torch.linspace(0, config.drop_path_rate, sum(config.depths), device="cpu").tolist()
         starts = [sum(config.depths[:stage]) for stage in range(4)]
         self.layers = nn.ModuleList(
             SwinStage(channels, heads, config.window, rates[start : start + depth], merging=stage < 3)

@@ -107,7 +107,8 @@ def _padded_shift(site: Site) -> dict[str, nn.Module]:
         padded = (height + -height % block.window, width + -width % block.window)
         shift.mask(padded, weight)
     unshift = PaddedUnshift(block.shift.window, block.shift.shift)
-    return {f"{site.path}.shift": shift, f"{site.path}.unshift": unshift}
+    inside = f"{site.path}." if site.path else ""
+    return {f"{inside}shift": shift, f"{inside}unshift": unshift}
 
 
 def _not_shifted(site: Site) -> str | None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lumen_lab.equivalence import Verdict, VerdictTable, check_equivalence, judge, learned_verdict, output_pairs
-from lumen_lab.rewrites.plan import Plan, rewrite
+from lumen_lab.errors import RewriteError
+from lumen_lab.rewrites.plan import Plan, check_order, rewrite
 from lumen_lab.rewrites.record import LogEntry, Rewrite
 from lumen_lab.specs import Bounded, Exact, Learned
 from lumen_lab.taps import tap
@@ -21,8 +22,13 @@ def check_plan(model: nn.Module, plan: Plan, *, samples: Sequence[Tensor]) -> Ve
     At a site, the module before and the module after are given the inputs that really flow there. The last rows
     compare the network with all rewrites against the original. A rewrite that was refused everywhere has no row.
     """
-    original = copy.deepcopy(model).double()
+    check_order(plan)
     samples = [sample.double() for sample in samples]
+    if not samples:
+        raise RewriteError(
+            "The plan was to be checked on no samples; give images, such as random_samples([(96, 160)])."
+        )
+    original = copy.deepcopy(model).double()
     before, verdicts = original, []
     for rule in plan:
         after, log = apply_for_all(before, rule, samples)

@@ -21,7 +21,7 @@ def _no_conv_before(site: Site) -> str | None:
     if site.module.training:
         return "the network is in training mode, where the statistics are those of the batch; call .eval() first"
     if not isinstance(site.producer_module, nn.Conv2d):
-        found = type(site.producer_module).__name__ if site.producer else "something that is not one module's output"
+        found = type(site.producer_module).__name__ if site.producer else "what no single module makes for it alone"
         return f"it reads {found}, not the output of a Conv2d; decompose the deformable convs first"
     if len(site.input_shapes) > 1:
         return "it is called at several sizes, so the conv before it may feed other readers"
@@ -35,5 +35,6 @@ FOLD_BATCH_NORM = Rewrite(
     refused=_no_conv_before,
     claim=Exact(),
     because="one operator less a conv, and one set of weights for the quantiser to look at",
+    after=("decompose_deform_conv",),
     source="torch.nn.utils.fusion; y = γ(Wx + b − μ)/√(σ² + ε) + β is itself a conv",
 )

@@ -102,6 +102,10 @@ def place(model: nn.Module, path: str, module: nn.Module, name: str) -> None:
     module.train(model.get_submodule(path).training)
     module.rewritten_by = name
     parent, _, leaf = path.rpartition(".")
+    if not leaf:
+        raise RewriteError(
+            f"{name} replaces the whole network; put it inside a module, such as nn.Sequential(network)."
+        )
     model.get_submodule(parent).register_module(leaf, module)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,7 +18,9 @@ class Site:
     """A module that a rewrite may replace, and what flows through it.
 
     ``input_shapes``: the distinct shapes of its first input (the encoder's modules see two);
-    ``producer``: path of the module whose output it reads, if that is a module's output and nothing in between.
+    ``producer``: path of the module whose output it reads, if in every call that is one module's output with nothing
+    in between (an in-place operation counts) and no other module reads it. A plain function that reads it as well is
+    not seen here; ``check_plan`` sees its effect.
     """
 
     path: str
@@ -70,22 +73,55 @@ def find_sites(model: nn.Module, kind: type[nn.Module], example_inputs: tuple[Te
     """Every module of class ``kind`` that the forward pass calls, in order of first call; nothing is computed."""
     modules = dict(model.named_modules())
     shapes: dict[str, list] = {}
-    producers: dict[str, str | None] = {}
-    made_by: dict[int, str] = {}
-    alive = []  # keeps every output, so that an id is never used twice
+    flow = Flow()
 
     def see(path: str, module: nn.Module, inputs: tuple, output: object) -> None:
         first = next((value for value in inputs if isinstance(value, Tensor)), None)
         if isinstance(module, kind) and first is not None:
             shapes.setdefault(path, []).append(tuple(first.shape))
-            producers[path] = made_by.get(id(first))
-        if isinstance(output, Tensor) and id(output) not in made_by:
-            made_by[id(output)] = path
-            alive.append(output)
+        flow.see(path, inputs, output)
 
     with shapes_only(), watch(model, see):
         model(*(torch.empty_like(value) for value in example_inputs))
-    return [Site(path, modules[path], tuple(dict.fromkeys(shapes[path])), producers[path], modules) for path in shapes]
+    return [
+        Site(path, modules[path], tuple(dict.fromkeys(shapes[path])), flow.producer(path), modules) for path in shapes
+    ]
+
+
+class Flow:
+    """Which module made the tensor that another module reads."""
+
+    def __init__(self):
+        self.made_by: dict[tuple[int, int], str] = {}
+        self.makers: dict[str, list[str | None]] = {}
+        self.readers: dict[str, set[str]] = {}
+        self.calls: Counter[str] = Counter()
+        self.alive: list[Tensor] = []  # keeps every output, so that an id is never used twice
+
+    def see(self, path: str, inputs: tuple, output: object) -> None:
+        """Note one call; innermost modules come first, so that a container does not claim its last part's output."""
+        read = [self.made_by.get(identity(value)) for value in inputs if isinstance(value, Tensor)]
+        self.makers.setdefault(path, []).append(read[0] if read else None)
+        for maker in filter(None, read):
+            self.readers.setdefault(maker, set()).add(path)
+        self.calls[path] += 1
+        if isinstance(output, Tensor) and identity(output) not in self.made_by:
+            self.made_by[identity(output)] = path
+            self.alive.append(output)
+
+    def producer(self, path: str) -> str | None:
+        """The one module whose output ``path`` reads in every call, if it feeds nothing else."""
+        makers = set(self.makers[path])
+        if len(makers) > 1 or None in makers:
+            return None
+        (maker,) = makers
+        others = [reader for reader in self.readers[maker] if reader != path and not path.startswith(f"{reader}.")]
+        return None if others or self.calls[maker] != self.calls[path] else maker
+
+
+def identity(x: Tensor) -> tuple[int, int]:
+    """Tells tensors apart, and one tensor before and after an in-place operation."""
+    return id(x), x._version
 
 
 class FixedTensors(nn.Module):
@@ -117,7 +153,7 @@ class FixedTensors(nn.Module):
             found = self.make(size).to(like)
             if type(found) is Tensor and not torch.compiler.is_compiling():
                 self.register_buffer(name, found, persistent=False)
-        return found
+        return found if found.dtype == like.dtype and found.device == like.device else found.to(like)
 
 
 def with_weights(conv: nn.Conv2d, weight: Tensor, bias: Tensor | None = None) -> nn.Conv2d:

@@ -95,6 +95,19 @@ def test_no_label_lies_on_another(rows):
     assert all(page.x0 <= box.x0 and box.x1 <= page.x1 and box.y1 <= page.y1 for _, box in boxes)
 
 
+def test_the_strip_keeps_its_height_however_many_labels_it_has():
+    def strip_height_px(rows):
+        figure = partition_strip(rows)
+        figure.draw_without_rendering()
+        (_, low), (_, high) = figure.axes[0].transData.transform([(0, 0), (0, 1)])
+        return high - low
+
+    stacked = rows_of(
+        *[run for kind in "ABCDEF" for run in ((10, "Conv", 1), (1, f"A long name {kind}", None))], (240, "Conv", 1)
+    )
+    assert strip_height_px(stacked) == pytest.approx(strip_height_px(rows_of((300, "Conv", 1))), rel=0.15)
+
+
 def test_bytes_that_cross_are_drawn_at_their_operation():
     rows = [dict(row) for row in CUT]
     rows[30]["bytes_crossing"], rows[31]["bytes_crossing"] = 3_000_000, 500_000
@@ -123,7 +136,7 @@ MACS = [
     {"site": "bb.layers.0", "macs": 1_000_000_000},
     {"site": "bb.layers.1", "macs": 200_000_000},
     {"site": "decoder.block2.conv", "macs": 150_000_000},
-    {"site": "head", "macs": 50_000_000},
+    {"site": "aside", "macs": 50_000_000},
     {"site": "resize", "macs": None},
 ]
 
@@ -138,7 +151,7 @@ def test_macs_are_summed_by_prefix_largest_first():
     assert bars_and_labels(macs_by_site(MACS)) == [
         ("bb", 1_200_000_000, "1.2 GMAC, 60.0%"),
         ("decoder", 750_000_000, "750 MMAC, 37.5%"),
-        ("head", 50_000_000, "50 MMAC, 2.5%"),
+        ("aside", 50_000_000, "50 MMAC, 2.5%"),
     ]
     assert macs_by_site(MACS).get_suptitle() == "Multiply-accumulates by site: 2 GMAC in all"
 

@@ -41,6 +41,12 @@ def test_masks_without_an_edge_and_extreme_sizes_raise_no_warning(shape, value):
         assert pixels_of(difference_map(mask, mask)).size
 
 
+@pytest.mark.parametrize("shape", [(1, 60), (60, 1)])
+def test_an_edge_in_a_single_line_of_pixels(shape):
+    mask = np.linspace(0, 1, 60).reshape(shape)
+    assert pixels_of(mask_overlay(np.zeros((*shape, 3), np.uint8), mask)).size
+
+
 def test_grid_has_the_photograph_and_two_panels_a_mask():
     axes = mask_grid(IMAGE, {"float": MASK, "NPU": MASK * 0.5}).axes
     assert [panel.get_title() for panel in axes] == ["photograph", "float", "", "NPU", ""]

@@ -22,7 +22,7 @@ from lumen_lab.widgets import MaskCompare, mask_compare
 HEIGHT, WIDTH = 60, 300
 IMAGE = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8)
 FLOAT = np.linspace(0, 1, HEIGHT * WIDTH, dtype=np.float32).reshape(HEIGHT, WIDTH)
-MASKS = {"float": FLOAT, "NPU": 1 - FLOAT, "empty": np.zeros_like(FLOAT)}
+MASKS = {"float": FLOAT, "NPU": 0.1 + 0.8 * FLOAT, "empty": np.zeros_like(FLOAT)}
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_it_sends_png_bytes_of_the_photograph_and_each_mask(widget):
     np.testing.assert_array_equal(decoded(state["photograph"]), IMAGE)
     assert list(state["masks"]) == ["float", "NPU", "empty"]
     assert all(isinstance(value, bytes) for value in (state["photograph"], *state["masks"].values()))
-    np.testing.assert_array_equal(decoded(state["masks"]["NPU"]), np.rint((1 - FLOAT) * 255))
+    np.testing.assert_array_equal(decoded(state["masks"]["NPU"]), np.rint((0.1 + 0.8 * FLOAT) * 255))
 
 
 @pytest.mark.parametrize("mode", ["overlay", "masks", "cut-out"])
@@ -76,8 +76,9 @@ def test_static_difference_is_the_photograph_against_right_minus_left(widget):
     widget.mode = "difference"
     before, after, edge = picture(widget)
     np.testing.assert_array_equal(before, IMAGE[:, : edge - 1])
-    step = np.rint((1 - FLOAT) * 255) - np.rint(FLOAT * 255)
-    wanted = images.paint_difference(step, limit=255)[:, edge + 2 :]
+    steps = np.rint(MASKS["NPU"] * 255) - np.rint(FLOAT * 255)
+    # The largest difference, a tenth, has full colour.
+    wanted = images.paint_difference(steps, limit=np.abs(steps).max())[:, edge + 2 :]
     assert np.abs(after.astype(int) - wanted).max() <= 1
     # The right mask is higher at the top and lower at the bottom: red above, blue below.
     assert after[0, :, 0].mean() > after[0, :, 2].mean() and after[-1, :, 0].mean() < after[-1, :, 2].mean()
@@ -89,7 +90,7 @@ def test_equal_masks_have_a_white_difference():
 
 
 def test_the_line_is_drawn_where_the_halves_meet(widget):
-    widget.mode, widget.position = "masks", 0.4
+    widget.mode, widget.position = "masks", 0.3985
     line = decoded(widget.static_png())[:HEIGHT, 119:122]
     assert (line[:, 1] == 255).all() and (line[:, [0, 2]] == 0).all()
 
