@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lumen_lab.deploy.emulation import manifest_path
-from lumen_lab.errors import ArtifactError, ExportError
-from lumen_lab.network.checkpoints import model_name, weights_sha256
+from lumen_lab.deploy.model_file import tensor_specs
+from lumen_lab.errors import ExportError
 from lumen_lab.rewrites.plan import default_inputs
-from lumen_lab.specs import Manifest, TensorSpec, file_sha256, replacing, tool_versions, write_whole
+from lumen_lab.specs import Manifest, TensorSpec, file_sha256, replacing, tool_versions
 
 OPSET = 20  # the first with GELU as one operator, which the NPU takes whole; DeformConv needs 19
 TOOLS = ("torch", "torchvision", "onnx", "onnxscript")
@@ -42,11 +42,37 @@ def export_onnx(
     if path.suffix != ".onnx":
         raise ExportError(f"An ONNX file is named .onnx, asked for '{path.name}'; change the ending.")
     example_inputs = example_inputs or default_inputs(model)
+    origin = made_from(model, example_inputs, (*input_names, *output_names))
+    if reuse and fits(path, origin):
+        return path
     proto = traced(model, example_inputs, input_names, output_names)
     strip_private(proto)
     write_proto(proto, path)
-    onnx_manifest(model, proto, path).save(manifest_path(path))
+    onnx_manifest(proto, path, origin).save(manifest_path(path))
     return path
+
+
+def made_from(model: nn.Module, example_inputs: tuple[Tensor, ...], names: Sequence[str]) -> dict[str, str]:
+    """What the file depends on: network, weights, rewrites, shapes and names."""
+    rewrites = sorted({module.rewritten_by for module in model.modules() if hasattr(module, "rewritten_by")})
+    return {
+        "network": model_name(model),
+        "weights_sha256": weights_sha256(model),
+        "rewrites": ", ".join(rewrites) or "none",
+        "input_shapes": ", ".join("x".join(map(str, value.shape)) for value in example_inputs),
+        "names": ", ".join(names),
+        "opset": str(OPSET),
+    }
+
+
+def fits(path: Path, origin: dict[str, str]) -> bool:
+    """Whether ``path`` is whole and was made from ``origin`` with the versions that are installed."""
+    try:
+        manifest = Manifest.load(manifest_path(path))
+        manifest.check_files(path.parent)
+    except ArtifactError:
+        return False
+    return manifest.made_from == origin and manifest.versions == tool_versions(*TOOLS)
 
 
 def traced(model: nn.Module, example_inputs, input_names, output_names):
@@ -127,18 +153,7 @@ def onnx_manifest(proto, path: Path, origin: dict[str, str]) -> Manifest:
         kind="onnx",
         made_from=origin,
         versions=tool_versions(*TOOLS),
-        inputs=tuple(contract(value) for value in proto.graph.input),
-        outputs=tuple(contract(value) for value in proto.graph.output),
+        inputs=tensor_specs(proto.graph.input),
+        outputs=tensor_specs(proto.graph.output),
         files={path.name: file_sha256(path)},
-    )
-
-
-def contract(value) -> TensorSpec:
-    """Name, shape, layout and dtype of one graph input or output."""
-    from onnx.helper import tensor_dtype_to_np_dtype
-
-    kind = value.type.tensor_type
-    shape = tuple(dim.dim_value for dim in kind.shape.dim)
-    return TensorSpec(
-        value.name, shape, "NCHW" if len(shape) == 4 else "", tensor_dtype_to_np_dtype(kind.elem_type).name
     )

@@ -6,6 +6,7 @@ uses every core, and is saved under the published names.
 
 from __future__ import annotations
 
+import copy
 import csv
 import dataclasses
 import json
@@ -73,7 +74,8 @@ def train(
     out_dir.mkdir(parents=True, exist_ok=True)
     height, width = recipe.size_at(0)
     example = torch.zeros(2, 3, height, width)
-    model = rewrite(network.eval(), (DECOMPOSE_DEFORM_CONV,), example_inputs=(example,)).model.train()
+    network = copy.deepcopy(network).eval()
+    model = rewrite(network, (DECOMPOSE_DEFORM_CONV,), example_inputs=(example,)).model.train()
     optimizer = torch.optim.AdamW(parameter_groups(model, recipe.weight_decay), lr=recipe.learning_rate)
     average = {name: value.detach().clone() for name, value in model.state_dict().items()}
     start = resume(out_dir, recipe, model, optimizer, average)
@@ -176,7 +178,9 @@ def open_log(path: Path, start: int) -> Callable[[int, float, dict[str, float]],
     """A function that appends one line to the CSV log; lines at or after ``start`` (of a killed run) are dropped."""
     kept = []
     if path.exists() and start:
-        kept = [row for row in csv.DictReader(path.open()) if int(row["step"]) < start]
+        with path.open(newline="") as file:
+            whole = [row for row in csv.DictReader(file) if None not in row.values()]  # a kill may cut the last line
+        kept = [row for row in whole if int(row["step"]) < start]
     path.unlink(missing_ok=True)
 
     def write(step: int, rate: float, terms: dict[str, float]) -> None:

@@ -26,7 +26,7 @@ def check_plan(model: nn.Module, plan: Plan, *, samples: Sequence[Tensor]) -> Ve
     samples = [sample.double() for sample in samples]
     if not samples:
         raise RewriteError(
-            "The plan was to be checked on no samples; give images, such as random_samples([(96, 160)])."
+            "A plan cannot be checked without samples; give images, such as random_samples([(96, 160)])."
         )
     original = copy.deepcopy(model).double()
     before, verdicts = original, []

@@ -104,7 +104,7 @@ def place(model: nn.Module, path: str, module: nn.Module, name: str) -> None:
     parent, _, leaf = path.rpartition(".")
     if not leaf:
         raise RewriteError(
-            f"{name} replaces the whole network; put it inside a module, such as nn.Sequential(network)."
+            f"{name} would replace the network itself; put it in a module, such as nn.Sequential(network)."
         )
     model.get_submodule(parent).register_module(leaf, module)
 

@@ -81,10 +81,11 @@ def find_sites(model: nn.Module, kind: type[nn.Module], example_inputs: tuple[Te
             shapes.setdefault(path, []).append(tuple(first.shape))
         flow.see(path, inputs, output)
 
-    with shapes_only(), watch(model, see):
+    with torch.inference_mode(False), shapes_only(), watch(model, see):
         model(*(torch.empty_like(value) for value in example_inputs))
     return [
-        Site(path, modules[path], tuple(dict.fromkeys(shapes[path])), flow.producer(path), modules) for path in shapes
+        Site(path, modules[path], tuple(dict.fromkeys(seen)), flow.producer(path), modules)
+        for path, seen in shapes.items()
     ]
 
 
