@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from lumen_lab.deploy.emulation import manifest_path
 from lumen_lab.deploy.model_file import tensor_specs
-from lumen_lab.errors import ExportError
+from lumen_lab.errors import ArtifactError, ExportError
+from lumen_lab.network.checkpoints import model_name, weights_sha256
 from lumen_lab.rewrites.plan import default_inputs
-from lumen_lab.specs import Manifest, TensorSpec, file_sha256, replacing, tool_versions
+from lumen_lab.specs import Manifest, file_sha256, replacing, tool_versions
 
 OPSET = 20  # the first with GELU as one operator, which the NPU takes whole; DeformConv needs 19
 TOOLS = ("torch", "torchvision", "onnx", "onnxscript")
