@@ -59,3 +59,20 @@ def browser():
         chromium = driver.chromium.launch(executable_path=executable, headless=True, args=list(CHROMIUM_FLAGS))
         yield chromium
         chromium.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_config():
+    """Every part of the network (shifted windows, padding, gates, deformable convs) in 0.8 million parameters."""
+    from lumen_lab.network.config import BiRefNetConfig
+
+    widths = {"decoder_width": 8, "aspp_width": 8, "tile_width": 8}
+    return BiRefNetConfig("tiny", (64, 96), 8, (2, 2, 2, 2), (1, 2, 4, 8), 7, **widths)
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_config):
+    """A network of ``tiny_config`` with golden weights, in eval mode; tests must not change it."""
+    from lumen_lab.network import load_network
+
+    return load_network(tiny_config, "golden")

@@ -14,6 +14,7 @@ from lumen_lab.errors import AuditError
 from lumen_lab.specs import Record, html_table
 
 UNKNOWN = "unknown"
+QUANTISERS = {"QuantizeLinear", "DequantizeLinear"}
 OPERATORS = {
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), frozenset({"Conv"})),
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), frozenset({"ConvTranspose"})),
@@ -27,7 +28,8 @@ class ComparedOp(Record):
     """One operation: what was predicted and what the compiler did.
 
     ``actual`` is "NPU", "CPU", "folded" (nothing of its own is left) or "unknown"; ``onnx_nodes`` are the nodes that
-    it became, ``became`` their operators or, where there are none, what happened to it.
+    it became, ``became`` their operators or, where there are none, what happened to it: "folded away", "part of" another
+    operation, or "no counterpart found", which is a disagreement.
     """
 
     index: int
@@ -158,6 +160,12 @@ def _places(nodes: Iterable[object]) -> dict[str, _Placed]:
 
 
 def _check_same_graph(exported: Sequence[ExportedOp], places: Mapping[str, _Placed], onnx_path: str | Path) -> None:
+    silent = [op for op in exported if op.site is None and not QUANTISERS & set(op.op_types)]
+    if len(silent) > len(exported) / 2:
+        raise AuditError(
+            f"{len(silent)} operations of {onnx_path} do not say which torch operation they come from; "
+            "export it with lumen_lab.export_onnx, or with torch.onnx.export(dynamo=True)."
+        )
     names = {name for op in exported for name, _ in op.nodes}
     known = names & places.keys()
     if names and len(known) < len(names) / 2:
@@ -181,7 +189,7 @@ def _compared(row: OpRow, host: OpRow | None, join: Join, places: Mapping[str, _
     elif names:
         actual = _together([_where(places, name) for name in names])
     else:
-        became, actual = ("merged with a neighbour", FOLDED) if row.runs else ("folded away", FOLDED)
+        became, actual = ("no counterpart found", UNKNOWN) if row.runs else ("folded away", FOLDED)
     reasons = dict.fromkeys(places[name].reason for name in names if name in places and places[name].reason)
     return ComparedOp(
         index=row.index,
@@ -250,7 +258,7 @@ def _hosts(operations: Sequence[OpRow], join: Join) -> dict[int, int]:
     twins: dict[int, int] = {}
     first_of: dict[tuple, int] = {}
     for row in operations:
-        reads = tuple((twins.get(producer, producer), output) for producer, output in row.reads)
+        reads = tuple(_read_key(operations, producer, output, twins) for producer, output in row.reads)
         key = (row.kind, row.settings, row.output_shapes, reads)
         if row.index in join.nodes:
             first_of.setdefault(key, row.index)
@@ -260,6 +268,13 @@ def _hosts(operations: Sequence[OpRow], join: Join) -> dict[int, int]:
                 host = twins[row.index] = first_of[key]
             hosts[row.index] = _neighbour(row, operations, join) if host is None else host
     return {index: host for index, host in hosts.items() if host is not None}
+
+
+def _read_key(operations: Sequence[OpRow], producer: int, output: int, twins: Mapping[int, int]) -> tuple:
+    """What an operation reads, such that equal operations have equal keys; constants go by their shape."""
+    if producer >= 0 and operations[producer].folded:
+        return "constant", operations[producer].output_shapes
+    return twins.get(producer, producer), output
 
 
 def _readers(row: OpRow, operations: Sequence[OpRow]) -> list[OpRow]:

@@ -92,9 +92,18 @@ def _refused_setting_reason(row: OpRow) -> str:
         return "padding by wrapping around is refused; concatenate slices"
     if row.kind == "layer_norm" and len(row.setting("normalized_shape", (1,))) > 1:
         return "a layer norm over more than the last axis is refused"
+    if row.kind == "einsum" and relabelled(row.setting("equation")) not in map(relabelled, support.TAKEN_EQUATIONS):
+        return f"einsum {row.setting('equation')} is not among the equations that were taken; write it as a matmul"
     if row.kind in support.PERMUTES and row.dtype == "int64":
         return "HTP does not move 64-bit integers (error 3110)"
     return ""
+
+
+def relabelled(equation: str) -> str:
+    """The equation with its labels renamed a, b, c … in order of appearance: equal for equations that do the same."""
+    labels = dict.fromkeys(character for character in equation if character.isalpha())
+    names = {label: chr(ord("a") + number) for number, label in enumerate(labels)}
+    return "".join(names.get(character, character) for character in equation if character != " ")
 
 
 def _rank_6_taken_apart(row: OpRow, around: Surroundings) -> bool:

@@ -1,6 +1,6 @@
 """What Qualcomm's NPU compiler takes, kind by kind: measured by compiling each operation in a graph of its own.
 
-About 290 graphs of one to four operations, exported at opset 20 and compiled in float for SM8850 (HTP v81), some for
+About 320 graphs of one to four operations, exported at opset 20 and compiled in float for SM8850 (HTP v81), some for
 chips without float16, with onnxruntime-qnn 2.7.0 (QAIRT 2.51). Batch 1 unless said.
 """
 
@@ -44,8 +44,8 @@ REFUSED_AT_RANK_5 = frozenset(
 TAKEN_AT_RANK_5 = frozenset(
     """abs add amax avg_pool3d cat clamp contiguous conv3d conv_transpose3d copy div dropout einsum exp expand flatten
     flip gelu ge group_norm gt leaky_relu linear lt masked_fill matmul mean mul pad permute pow relu repeat reshape
-    resize_nearest resize_trilinear roll rsub select sigmoid silu slice softmax squeeze sub sum transpose unbind
-    unsqueeze var view where""".split()
+    resize_nearest resize_trilinear roll rsub select sigmoid silu slice softmax squeeze stack sub sum transpose
+    unbind unfold unsqueeze var view where""".split()
 )
 
 REFUSED_TYPES = {
@@ -60,3 +60,7 @@ RESHAPES = frozenset("view reshape flatten unflatten".split())  # become Reshape
 PERMUTES = frozenset("permute transpose".split())
 MOVED_WITHOUT_FLOAT16 = RESHAPES | PERMUTES | {"squeeze", "unsqueeze"}
 REFUSED_PAD_MODES = {"circular"}
+TAKEN_EQUATIONS = frozenset(
+    "ij,jk->ik bij,bjk->bik bhid,bhjd->bhij bhij,bhjd->bhid bhwc,hkc->bhwk bchq,bkhc->bkhq".split()
+)
+"""Equations of einsum that were taken; others are refused ("unsupported equation")."""
