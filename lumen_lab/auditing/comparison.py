@@ -7,7 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lumen_lab.auditing.onnx_join import ExportedOp, Join, join_operations, onnx_nodes_by_operation
+from lumen_lab.auditing.onnx_join import (
+    ExportedOp,
+    Join,
+    join_operations,
+    merged_operations,
+    onnx_nodes_by_operation,
+)
 from lumen_lab.auditing.operations import CPU, FOLDED, NPU, OpRow
 from lumen_lab.auditing.report import AuditReport
 from lumen_lab.errors import AuditError
@@ -15,12 +21,6 @@ from lumen_lab.specs import Record, html_table
 
 UNKNOWN = "unknown"
 QUANTISERS = {"QuantizeLinear", "DequantizeLinear"}
-OPERATORS = {
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), frozenset({"Conv"})),
-    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), frozenset({"ConvTranspose"})),
-    "linear": frozenset({"Gemm", "MatMul"}),
-}
-"""The ONNX operators by which an operation is known again inside another one that was fused with it."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class ComparedOp(Record):
     """One operation: what was predicted and what the compiler did.
 
     ``actual`` is "NPU", "CPU", "folded" (nothing of its own is left) or "unknown"; ``onnx_nodes`` are the nodes that
-    it became, ``became`` their operators or, where there are none, what happened to it: "folded away", "part of" another
-    operation, or "no counterpart found", which is a disagreement.
+    it became, ``became`` their operators or, where there are none, what happened to it: "folded away", "part of"
+    another operation, or "no counterpart found", which is a disagreement.
     """
 
     index: int
@@ -135,7 +135,7 @@ def compare_with_actual(report: AuditReport, actual: object, *, onnx_path: str |
     places = _places(getattr(actual, "nodes", actual))
     _check_same_graph(exported, places, onnx_path)
     join = join_operations(report.operations, exported)
-    hosts = {index: report.operations[host] for index, host in _hosts(report.operations, join).items()}
+    hosts = {index: report.operations[host] for index, host in merged_operations(report.operations, join).items()}
     compared = tuple(_compared(row, hosts.get(row.index), join, places) for row in report.operations)
     unclaimed = tuple(
         UnclaimedNode(name, op_type, op.site, _where(places, name))
@@ -246,52 +246,3 @@ def _unclaimed_row(node: UnclaimedNode) -> dict[str, object]:
         "predicted because": "",
         "actual because": "",
     }
-
-
-def _hosts(operations: Sequence[OpRow], join: Join) -> dict[int, int]:
-    """For each operation that runs but has no nodes of its own: the operation with nodes that it was merged into.
-
-    The exporter keeps one of several equal operations on the same inputs (weights of equal values included), fuses a
-    conv into the normalisation that follows it, and joins neighbours that only move data.
-    """
-    hosts: dict[int, int | None] = {}
-    twins: dict[int, int] = {}
-    first_of: dict[tuple, int] = {}
-    for row in operations:
-        reads = tuple(_read_key(operations, producer, output, twins) for producer, output in row.reads)
-        key = (row.kind, row.settings, row.output_shapes, reads)
-        if row.index in join.nodes:
-            first_of.setdefault(key, row.index)
-        elif row.runs:
-            host = _fused_with(row, operations, join)
-            if host is None and key in first_of:
-                host = twins[row.index] = first_of[key]
-            hosts[row.index] = _neighbour(row, operations, join) if host is None else host
-    return {index: host for index, host in hosts.items() if host is not None}
-
-
-def _read_key(operations: Sequence[OpRow], producer: int, output: int, twins: Mapping[int, int]) -> tuple:
-    """What an operation reads, such that equal operations have equal keys; constants go by their shape."""
-    if producer >= 0 and operations[producer].folded:
-        return "constant", operations[producer].output_shapes
-    return twins.get(producer, producer), output
-
-
-def _readers(row: OpRow, operations: Sequence[OpRow]) -> list[OpRow]:
-    return [other for other in operations if any(producer == row.index for producer, _ in other.reads)]
-
-
-def _fused_with(row: OpRow, operations: Sequence[OpRow], join: Join) -> int | None:
-    """The reader in whose nodes stands the operator by which ``row`` is known."""
-    for other in _readers(row, operations):
-        foreign = OPERATORS.get(row.kind, frozenset()) - OPERATORS.get(other.kind, frozenset())
-        if foreign & {op_type for op in join.nodes.get(other.index, ()) for op_type in op.op_types}:
-            return other.index
-    return None
-
-
-def _neighbour(row: OpRow, operations: Sequence[OpRow], join: Join) -> int | None:
-    """The operation before or after ``row`` that has nodes, one that does the same sort of work if there is one."""
-    around = [operations[producer] for producer, _ in row.reads if producer >= 0] + _readers(row, operations)
-    around.sort(key=lambda other: other.category != row.category)
-    return next((other.index for other in around if other.index in join.nodes), None)

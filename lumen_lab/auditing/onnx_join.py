@@ -8,7 +8,7 @@ throughout; within one module, though, both lists keep the order of execution an
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +30,13 @@ FAMILIES = {
     **dict.fromkeys("pad constant_pad_nd".split(), "pad"),
 }
 """Kinds that one graph writes this way and the other that way."""
+
+OPERATORS = {
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), frozenset({"Conv"})),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), frozenset({"ConvTranspose"})),
+    "linear": frozenset({"Gemm", "MatMul"}),
+}
+"""The ONNX operators by which an operation is known again inside another one that was fused with it."""
 
 
 @dataclass(frozen=True)
@@ -170,3 +177,56 @@ def _with_gaps(
             else:
                 unclaimed.append(op)
     return {index: tuple(found) for index, found in claimed.items()}, unclaimed
+
+
+def merged_operations(operations: Sequence[OpRow], join: Join) -> dict[int, int]:
+    """For each operation that runs but has no nodes of its own: the operation with nodes that it was merged into.
+
+    The exporter keeps one of several equal operations on the same inputs (weights of equal values included), fuses a
+    conv into the normalisation that follows it, and joins neighbours that only move data.
+    """
+    hosts: dict[int, int | None] = {}
+    twins: dict[int, int] = {}
+    first_of: dict[tuple, int] = {}
+    for row in operations:
+        reads = tuple(_read_key(operations, producer, output, twins) for producer, output in row.reads)
+        key = (row.kind, row.settings, row.output_shapes, reads)
+        if row.index in join.nodes:
+            first_of.setdefault(key, row.index)
+        elif row.runs:
+            host = _fused_with(row, operations, join)
+            if host is None and key in first_of:
+                host = twins[row.index] = first_of[key]
+            if host is None and not row.macs:
+                host = _neighbour(row, operations, join)
+            hosts[row.index] = host
+    return {index: host for index, host in hosts.items() if host is not None}
+
+
+def _read_key(operations: Sequence[OpRow], producer: int, output: int, twins: Mapping[int, int]) -> tuple:
+    """What an operation reads, such that equal operations have equal keys; constants go by their shape."""
+    while producer >= 0 and operations[producer].no_effect:
+        producer, output = operations[producer].reads[0]
+    if producer >= 0 and operations[producer].folded:
+        return "constant", operations[producer].output_shapes
+    return twins.get(producer, producer), output
+
+
+def _readers(row: OpRow, operations: Sequence[OpRow]) -> list[OpRow]:
+    return [other for other in operations if any(producer == row.index for producer, _ in other.reads)]
+
+
+def _fused_with(row: OpRow, operations: Sequence[OpRow], join: Join) -> int | None:
+    """The reader in whose nodes stands the operator by which ``row`` is known."""
+    for other in _readers(row, operations):
+        foreign = OPERATORS.get(row.kind, frozenset()) - OPERATORS.get(other.kind, frozenset())
+        if foreign & {op_type for op in join.nodes.get(other.index, ()) for op_type in op.op_types}:
+            return other.index
+    return None
+
+
+def _neighbour(row: OpRow, operations: Sequence[OpRow], join: Join) -> int | None:
+    """The operation before or after ``row`` that has nodes, one that does the same sort of work if there is one."""
+    around = [operations[producer] for producer, _ in row.reads if producer >= 0] + _readers(row, operations)
+    around.sort(key=lambda other: other.category != row.category)
+    return next((other.index for other in around if other.index in join.nodes), None)

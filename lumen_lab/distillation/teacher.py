@@ -20,7 +20,7 @@ from lumen_lab.network.birefnet import BiRefNet
 from lumen_lab.network.checkpoints import save_weights
 from lumen_lab.network.config import MICRO
 
-RECIPE = Recipe(steps=2800, batch=8, sizes=((0.0, (128, 128)), (0.8, MICRO.image_size)))
+RECIPE = Recipe(steps=2000, batch=8, sizes=((0.0, (128, 128)), (0.8, MICRO.image_size)))
 
 
 def training_scenes(sources: str, recipe: Recipe, size: tuple[int, int]) -> ComposedScenes:

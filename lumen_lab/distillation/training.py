@@ -28,11 +28,16 @@ from lumen_lab.specs import replacing
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train. ``sizes`` lists (from this share of the steps on, (H, W)); the rate follows a cosine to zero."""
+    """How to train. ``sizes`` lists (from this share of the steps on, (H, W)); the rate follows a cosine to zero.
+
+    ``encoder_rate`` scales the rate of the transformer (parameters under ``bb.``): at the rate that suits the
+    convolutions its attention logits grow past 100, where softmax is one-hot and the shifted-window mask of −100 leaks.
+    """
 
     steps: int
     batch: int = 8
     learning_rate: float = 1e-3
+    encoder_rate: float = 0.3
     weight_decay: float = 1e-2
     warmup_steps: int = 200
     sizes: tuple[tuple[float, tuple[int, int]], ...] = ((0.0, (128, 128)),)
@@ -76,7 +81,7 @@ def train(
     example = torch.zeros(2, 3, height, width)
     network = copy.deepcopy(network).eval()
     model = rewrite(network, (DECOMPOSE_DEFORM_CONV,), example_inputs=(example,)).model.train()
-    optimizer = torch.optim.AdamW(parameter_groups(model, recipe.weight_decay), lr=recipe.learning_rate)
+    optimizer = torch.optim.AdamW(parameter_groups(model, recipe), lr=recipe.learning_rate)
     average = {name: value.detach().clone() for name, value in model.state_dict().items()}
     start = resume(out_dir, recipe, model, optimizer, average)
     last = min(recipe.steps, recipe.steps if stop_after is None else stop_after)
@@ -100,7 +105,7 @@ def one_step(model, optimizer, image: Tensor, matte: Tensor, recipe: Recipe, ste
     """One update; dropout and stochastic depth draw from a generator seeded with (seed, step)."""
     torch.manual_seed(recipe.seed * 1_000_003 + step)
     for group in optimizer.param_groups:
-        group["lr"] = recipe.rate_at(step)
+        group["lr"] = recipe.rate_at(step) * group["rate_scale"]
     terms = supervised_loss(model(image), image, matte, recipe.weights)
     optimizer.zero_grad(set_to_none=True)
     sum(terms.values()).backward()
@@ -123,13 +128,20 @@ def batches(scenes_at, recipe: Recipe, start: int, last: int, workers: int) -> I
             step += 1
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Matrices and kernels decay; biases, norms and position tables do not."""
-    decayed, plain = [], []
+def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict]:
+    """Four groups: encoder or not, decayed or not; biases, norms and position tables do not decay."""
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        table = name.endswith("relative_position_bias_table")
-        (plain if parameter.ndim < 2 or table else decayed).append(parameter)
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        decayed = parameter.ndim >= 2 and not name.endswith("relative_position_bias_table")
+        groups.setdefault((name.startswith("bb."), decayed), []).append(parameter)
+    return [
+        {
+            "params": parameters,
+            "weight_decay": recipe.weight_decay if decayed else 0.0,
+            "rate_scale": recipe.encoder_rate if encoder else 1.0,
+        }
+        for (encoder, decayed), parameters in groups.items()
+    ]
 
 
 def update_average(average: dict[str, Tensor], current: dict[str, Tensor], decay: float) -> None:

@@ -1,6 +1,7 @@
 """Interactive views for notebooks: each is its traits, a small module of its own and a static picture of its state."""
 
 from lumen_lab.errors import MissingDependencyError
+from lumen_lab.widgets.graph_view import GraphView, show_graph
 
 try:
     from lumen_lab.widgets.mask_compare import MaskCompare
@@ -11,4 +12,4 @@ except ModuleNotFoundError as error:
         f"lumen_lab.widgets needs {error.name}, which is not installed; install lumen-lab[notebooks]."
     ) from None
 
-__all__ = ["MaskCompare"]
+__all__ = ["GraphView", "MaskCompare", "show_graph"]

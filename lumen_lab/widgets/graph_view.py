@@ -71,7 +71,7 @@ class GraphSummary(Record):
         ends = [("input", *end) for end in self.inputs] + [("output", *end) for end in self.outputs]
         total = sum(count for _, count in self.operators)
         title = (
-            f"<p><b>{html.escape(self.file)}</b>: {_size(self.size_bytes)}, opset {self.opset}, "
+            f"<p><b>{self.file}</b>: {_size(self.size_bytes)}, opset {self.opset}, "
             f"{total:,} operators of {len(self.operators)} kinds</p>"
         )
         return title + html_table([dict(zip(("", "name", "dtype", "shape"), end)) for end in ends]) + self._kinds()
@@ -231,7 +231,7 @@ def _page(page_dir: Path, file: str) -> bytes:
     changes = {
         r'<meta name="version" content="[^"]*">': told,
         r'<meta name="date" content="[^"]*">': time.strftime('<meta name="date" content="%Y-%m-%d %H:%M:%S">'),
-        r'<script type="text/javascript" src="index.js">': '<script src="answers.js"></script>\n<script src="index.js">',
+        r'(?=<script type="text/javascript" src="index.js">)': '<script src="answers.js"></script>\n',
     }
     for pattern, replacement in changes.items():
         page, count = re.subn(pattern, lambda _, text=replacement: text, page)
@@ -274,7 +274,8 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.send_error(404)
 
-    do_HEAD = do_GET
+    def do_HEAD(self) -> None:
+        self.do_GET()
 
     def _send_model(self) -> None:
         if not self.model.is_file() or _state(self.model) != self.seen:

@@ -286,6 +286,13 @@ def test_extreme_photographs_stay_on_the_page(open_page, shape):
     assert chooser(page, "Left").bounding_box()["width"] > 60
 
 
+def test_a_tall_photograph_fits_the_page_undistorted(open_page):
+    masks = {"a": np.zeros((1000, 400)), "b": np.ones((1000, 400))}
+    page = open_page(MaskCompare(np.zeros((1000, 400, 3), np.uint8), masks))
+    box = page.locator(".lumen-compare-canvas").bounding_box()
+    assert box["height"] <= 721 and box["width"] / box["height"] == pytest.approx(0.4, rel=0.01)
+
+
 def test_a_screenshot_shows_both_halves(open_page):
     widget = MaskCompare(IMAGE, {"full": np.ones_like(FLOAT), "none": np.zeros_like(FLOAT)}, mode="masks")
     page = open_page(widget)
