@@ -98,6 +98,17 @@ def html_table(rows: Iterable[Mapping[str, object]], *, caption: str = "", limit
     return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
 
 
+@dataclass(frozen=True)
+class Table:
+    """Rows (dicts with the same keys) that a notebook shows as a table."""
+
+    lines: Iterable[Mapping[str, object]]
+    caption: str = ""
+
+    def _repr_html_(self) -> str:
+        return html_table(self.lines, caption=self.caption)
+
+
 def _cell(value: object) -> str:
     if value is None:
         return ""

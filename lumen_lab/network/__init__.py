@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lumen_lab.errors import ArtifactError, CheckpointError
 from lumen_lab.network.birefnet import BiRefNet
-from lumen_lab.network.checkpoints import PUBLISHED_LITE, load_weights, read_weights
+from lumen_lab.network.checkpoints import PUBLISHED_LITE, describe, load_weights, read_weights
 from lumen_lab.network.config import LARGE, LITE, MICRO, PRESETS, BiRefNetConfig
 from lumen_lab.network.golden import golden_state_dict
 from lumen_lab.specs import Manifest
@@ -36,15 +36,16 @@ def load_network(
     (192, 192)
     """
     config = find_config(preset)
-    model = BiRefNet(config).eval()
     if weights is None:
-        return model
+        return BiRefNet(config).eval()
     if isinstance(weights, str) and weights == "golden":
+        model = BiRefNet(config).eval()
         model.load_state_dict(golden_state_dict(model.state_dict()))
         return model
     source = published(config) if isinstance(weights, str) and weights == "published" else weights
-    label = "the given state dict" if isinstance(source, Mapping) else str(source)
-    load_weights(model, read_weights(source, revision=revision), source=label)
+    found = read_weights(source, revision=revision)  # before the network is built: a missing file is known at once
+    model = BiRefNet(config).eval()
+    load_weights(model, found, source=describe(source))
     return model
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 import re
+import socket
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from lumen_lab.errors import CheckpointError
@@ -76,10 +77,10 @@ def read_file(path: Path) -> Mapping[str, Tensor]:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except Exception as error:  # a damaged pickle fails in a dozen ways
         raise CheckpointError(
-            f"{path} cannot be read as weights ({first[:160]}); it may be cut short, or hold more than tensors."
+            f"{path} cannot be read as weights ({reason(error)}); it may be cut short, hold more than tensors, or be "
+            "another kind of file."
         ) from None
     for key in ("state_dict", "model", "model_state_dict"):
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
@@ -87,6 +88,13 @@ def read_file(path: Path) -> Mapping[str, Tensor]:
     if not isinstance(found, Mapping):
         raise CheckpointError(f"Expected a state dict in {path}, found {type(found).__name__}.")
     return found
+
+
+def reason(error: Exception) -> str:
+    """What a reader objected to, in at most 160 characters and without its advice to run the file's code."""
+    text = str(error).partition("WeightsUnpickler error:")[2] or str(error)
+    lines = text.partition(". Please")[0].strip().splitlines()
+    return lines[0][:160] if lines else type(error).__name__
 
 
 def fetch(hub_id: str, *, revision: str | None = None) -> Path:
@@ -108,21 +116,37 @@ def fetch(hub_id: str, *, revision: str | None = None) -> Path:
 
 
 def _download(hub_id: str, filename: str, revision: str) -> Path:
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError
 
-    cached = try_to_load_from_cache(hub_id, filename, revision=revision)
-    if isinstance(cached, str):
-        return Path(cached)
     try:
+        cached = try_to_load_from_cache(hub_id, filename, revision=revision)
+        if isinstance(cached, str):
+            return Path(cached)
+        if constants.HF_HUB_OFFLINE or not reachable(constants.ENDPOINT):
+            raise ConnectionError(f"{constants.ENDPOINT} cannot be reached")
         return Path(hf_hub_download(hub_id, filename, revision=revision, etag_timeout=5))
-    except (HfHubHTTPError, OSError) as error:
-        kind = type(error).__name__
+    except (HfHubHTTPError, OSError, ValueError) as error:
         raise CheckpointError(
-            f"Cannot fetch {filename} of '{hub_id}' ({kind}): no network, or the hub refused. Offline, use "
-            "load_network('micro'), a local file (weights='path/to/model.safetensors'), or weights='golden' to prove "
-            "graphs without trained weights."
+            f"Cannot fetch {filename} of '{hub_id}': {reason(error)}. Offline, use load_network('micro'), a local file "
+            "(weights='path/to/model.safetensors'), or weights='golden' to prove graphs without trained weights."
         ) from None
+
+
+def reachable(url: str, *, timeout_s: float = 3) -> bool:
+    """Whether the host of ``url``, or the proxy in front of it, takes a connection.
+
+    The hub's client asks six times over half a minute before it gives up; this asks once.
+    """
+    target = urlsplit(url)
+    if not proxy_bypass(target.hostname):
+        target = urlsplit(getproxies().get(target.scheme, url))
+    port = target.port or {"http": 80}.get(target.scheme, 443)
+    try:
+        socket.create_connection((target.hostname, port), timeout_s).close()
+    except OSError:
+        return False
+    return True
 
 
 def check_pin(path: Path, pin: HubPin) -> None:
@@ -165,7 +189,8 @@ def likely_cause(model: nn.Module, weights: Mapping[str, Tensor], missing: list[
     if guess is not None and guess.name != name:
         return f"These look like '{guess.name}' weights (embed {guess.embed_dim}): use load_network('{guess.name}', …)."
     if len(missing) == len(model.state_dict()):
-        return f"None of the names is known, e.g. '{next(iter(weights))}': another network, or a prefix not known here."
+        example = next(iter(weights))[:60]
+        return f"None of the names is known, e.g. '{example}': another network, or a prefix not known here."
     if any(".bn" in entry for entry in missing) and not unexpected:
         return "Batch norms are missing: the weights may come from a network with batch norm folded or switched off."
     return (
@@ -189,7 +214,7 @@ def model_name(model: nn.Module) -> str:
 
 
 def describe(source: object) -> str:
-    return "the given mapping" if isinstance(source, Mapping) else str(source)
+    return "the given state dict" if isinstance(source, Mapping) else str(source)
 
 
 def save_weights(model: nn.Module, path: str | Path, *, made_from: Mapping[str, str], half: bool = False) -> Path:

@@ -71,7 +71,7 @@ class GraphSummary(Record):
         ends = [("input", *end) for end in self.inputs] + [("output", *end) for end in self.outputs]
         total = sum(count for _, count in self.operators)
         title = (
-            f"<p><b>{self.file}</b>: {_size(self.size_bytes)}, opset {self.opset}, "
+            f"<p><b>{html.escape(self.file)}</b>: {_size(self.size_bytes)}, opset {self.opset}, "
             f"{total:,} operators of {len(self.operators)} kinds</p>"
         )
         return title + html_table([dict(zip(("", "name", "dtype", "shape"), end)) for end in ends]) + self._kinds()
@@ -176,15 +176,15 @@ def summarize_graph(onnx_path: str | Path) -> GraphSummary:
 
 def _model(path: Path):
     import onnx
-    from google.protobuf.message import DecodeError
 
+    content = path.read_bytes()
     try:
-        model = onnx.load_model_from_string(path.read_bytes())
-    except DecodeError:
+        model = onnx.load_model_from_string(content)
+    except Exception:  # of protobuf, which belongs to onnx and which nothing else here imports
         model = onnx.ModelProto()
     # Protobuf reads an empty file, and now and then some other one, as a message in which nothing is set.
     if not (model.ir_version and model.opset_import and (model.graph.node or model.graph.output)):
-        raise LumenError(f"{path} ({_size(path.stat().st_size)}) is not an ONNX model; show_graph reads no other kind.")
+        raise LumenError(f"{path} ({_size(len(content))}) is not an ONNX model; show_graph reads no other kind.")
     return model
 
 

@@ -54,7 +54,12 @@ def deform(x, offset, mask, weight):
             4 * 6 * 9 * 8 * 7,
         ),
         (Calls(lambda x, g: F.grid_sample(x, g, align_corners=False)), [(1, 3, 9, 9), (1, 4, 5, 2)], 0, 4 * 3 * 4 * 5),
-        (Calls(lambda x, g: F.grid_sample(x, g, mode="nearest")), [(1, 3, 9, 9), (1, 4, 5, 2)], 0, 0),
+        (
+            Calls(lambda x, g: F.grid_sample(x, g, mode="nearest", align_corners=False)),
+            [(1, 3, 9, 9), (1, 4, 5, 2)],
+            0,
+            0,
+        ),
         (Calls(lambda x: F.interpolate(x, (6, 5), mode="bilinear")), [(1, 3, 9, 9)], 0, 4 * 3 * 6 * 5),
         (Calls(lambda x: F.interpolate(x, (6, 5))), [(1, 3, 9, 9)], 0, 0),
         (nn.Sequential(nn.BatchNorm2d(3), nn.GELU(), nn.AvgPool2d(2)), [(1, 3, 4, 4)], 0, 0),

@@ -69,8 +69,9 @@ def test_kinds_are_counted_once(report):
 
 
 def test_one_line(report):
-    assert "10 operations" in str(report) or str(len(report.operations)) in str(report)
-    assert str(report).endswith("2 partitions predicted, 1 erf on the CPU")
+    assert str(report) == (
+        f"<network> for SM8850: {len(report.operations)} operations, 0.0 GMAC, 2 partitions predicted, 1 erf on the CPU"
+    )
 
 
 def test_the_page_shows_what_blocks_first_and_escapes_names(report):
@@ -90,7 +91,7 @@ def test_a_saved_report_is_the_same_report(report, tmp_path):
     path = report.save(tmp_path / "audit.json")
     loaded = AuditReport.load(path)
     assert loaded == report
-    assert loaded.operations[-1].settings == report.operations[-1].settings
+    assert loaded.operations[-1].setting("other") == float("inf")
     assert loaded.save(tmp_path / "again.json").read_bytes() == path.read_bytes()
 
 

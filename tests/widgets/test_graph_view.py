@@ -104,7 +104,7 @@ def test_the_page_around_it_is_true_and_escaped(tmp_path):
     with show_graph(path, height_px=321) as view:
         shown = view._repr_html_()
         assert view.url in shown and "height:321px" in shown and "kernel" in shown
-        assert "&lt;b&gt;&amp;&quot;&#x27;.onnx" in shown and "<b>&\"" not in shown
+        assert "&lt;b&gt;&amp;&quot;&#x27;.onnx" in shown and '<b>&"' not in shown
         assert re.search(r">Relu</td><td[^>]*>1</td>", shown)
         page = answer(view, "")[1].decode()
         assert '<meta name="name" content="&lt;b&gt;&amp;&quot;&#x27;.onnx">' in page

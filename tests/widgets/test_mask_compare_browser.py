@@ -2,8 +2,6 @@
 
 import io
 import json
-import os
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,20 +10,7 @@ from PIL import Image as PILImage
 
 from lumen_lab.widgets import MaskCompare, mask_compare
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
-CHROMIUM = os.environ.get("CHROMIUM") or next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found (apt-get install chromium, or set CHROMIUM)"),
-]
-FLAGS = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update",
-    "--host-resolver-rules=MAP * ~NOTFOUND",
-]  # fmt: skip
+pytestmark = pytest.mark.browser
 
 HEIGHT, WIDTH = 80, 500
 IMAGE = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8)
@@ -59,14 +44,6 @@ PAGE = """<!doctype html><meta charset="utf-8"><link rel="icon" href="data:,">
   window.cleanUp = await widget.render({ model: window.model, el: document.getElementById("cell") });
   window.ready = true;
 </script>"""
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
