@@ -160,7 +160,7 @@ def _places(nodes: Iterable[object]) -> dict[str, _Placed]:
 
 
 def _check_same_graph(exported: Sequence[ExportedOp], places: Mapping[str, _Placed], onnx_path: str | Path) -> None:
-    silent = [op for op in exported if op.site is None and not QUANTISERS & set(op.op_types)]
+    silent = [op for op in exported if not op.name and not QUANTISERS & set(op.op_types)]
     if len(silent) > len(exported) / 2:
         raise AuditError(
             f"{len(silent)} operations of {onnx_path} do not say which torch operation they come from; "

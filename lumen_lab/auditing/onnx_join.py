@@ -28,6 +28,7 @@ FAMILIES = {
     **dict.fromkeys("permute transpose t numpy_T movedim".split(), "permute"),
     **dict.fromkeys("copy contiguous".split(), "copy"),
     **dict.fromkeys("pad constant_pad_nd".split(), "pad"),
+    **dict.fromkeys("chunk split split_with_sizes".split(), "split"),
 }
 """Kinds that one graph writes this way and the other that way."""
 
@@ -43,8 +44,9 @@ OPERATORS = {
 class ExportedOp:
     """One operation of the exported graph and the ONNX nodes that it became.
 
-    ``site`` is the module path, None where the file does not say; ``name`` and ``kind`` are the graph's ("" unknown);
-    ``nodes`` pairs of (node name, ONNX operator); ``shape`` that of the last node's output, where it is recorded.
+    ``name`` and ``kind`` are the graph's, ``site`` the module path; ``nodes`` are pairs of (node name, ONNX operator),
+    ``shape`` that of the last node's output, where it is recorded. A node that does not say where it comes from has no
+    ``name``, its operator for a ``kind``, and the site of the operation that reads it (None if unknown).
     """
 
     name: str
@@ -73,20 +75,23 @@ def onnx_nodes_by_operation(onnx_path: str | Path) -> tuple[ExportedOp, ...]:
     shapes = {value.name: _shape(value) for value in (*graph.value_info, *graph.output)}
     groups: dict[tuple, list[onnx.NodeProto]] = {}
     for number, node in enumerate(graph.node):
-        origin = _origin(node)
-        groups.setdefault(origin or (None, "", number), []).append(node)
+        origin = _origin(node) or (_nearest_site(node, graph), node.op_type.lower(), "", number)
+        groups.setdefault(origin, []).append(node)
     return tuple(_exported_op(origin, nodes, shapes) for origin, nodes in groups.items())
 
 
 def _exported_op(origin: tuple, nodes: list[onnx.NodeProto], shapes: dict[str, tuple[int, ...]]) -> ExportedOp:
-    site, kind = origin[:2]
-    return ExportedOp(
-        name=origin[2] if site is not None else "",
-        kind=kind,
-        site=site,
-        nodes=tuple((node.name or node.output[0], node.op_type) for node in nodes),
-        shape=shapes.get(nodes[-1].output[0]),
-    )
+    site, kind, name = origin[:3]
+    named = tuple((node.name or node.output[0], node.op_type) for node in nodes)
+    return ExportedOp(name, kind, site, named, shapes.get(nodes[-1].output[0]))
+
+
+def _nearest_site(node: onnx.NodeProto, graph: onnx.GraphProto) -> str | None:
+    """Module path of a node that reads ``node`` or, failing that, of one that it reads."""
+    readers = [other for other in graph.node if set(other.input) & set(node.output)]
+    producers = [other for other in graph.node if set(other.output) & set(node.input)]
+    origins = [origin for other in readers + producers if (origin := _origin(other))]
+    return origins[0][0] if origins else None
 
 
 def _origin(node: onnx.NodeProto) -> tuple[str, str, str] | None:

@@ -31,7 +31,8 @@ class OpRow(Record):
     (of the last axis, for matrix products): 0 fills the NPU's 32-wide tiles, None has no channels.
 
     ``view``: the output shares its input's memory. ``folded``: it depends on weights and constants alone, so that
-    it is computed ahead; ``no_effect``: it changes nothing in evaluation mode. Neither runs on a device.
+    it is computed ahead; ``no_effect``: it changes nothing in evaluation mode; ``unused``: no result of the network
+    depends on it. None of these runs on a device.
     ``reads`` lists (operation, output) pairs; -1 - i is network input i.
 
     ``predicted`` is "NPU", "CPU" or "folded", with ``reason`` and ``source``; ``notes`` warn of costs. ``partition``
@@ -59,6 +60,7 @@ class OpRow(Record):
     view: bool
     folded: bool
     no_effect: bool
+    unused: bool
     reads: tuple[tuple[int, int], ...]
     predicted: str = ""
     reason: str = ""
@@ -78,7 +80,7 @@ class OpRow(Record):
     @property
     def runs(self) -> bool:
         """Whether a device has anything to do for it."""
-        return not (self.folded or self.no_effect)
+        return not (self.folded or self.no_effect or self.unused)
 
     @property
     def place(self) -> str:
@@ -89,8 +91,12 @@ class OpRow(Record):
 def operation_rows(traced: Trace) -> list[OpRow]:
     """A row for each traced operation, nothing predicted yet."""
     folded = folded_operations(traced)
+    used = used_operations(traced)
     alive = cost.live_bytes(traced, folded)
-    return [_row(op, op.index in folded, alive[op.index]) for op in traced.operations]
+    return [
+        _row(op, live_bytes=alive[op.index], folded=op.index in folded, unused=op.index not in used)
+        for op in traced.operations
+    ]
 
 
 def folded_operations(traced: Trace) -> set[int]:
@@ -102,7 +108,16 @@ def folded_operations(traced: Trace) -> set[int]:
     return folded
 
 
-def _row(op: TracedOp, folded: bool, live_bytes: int) -> OpRow:
+def used_operations(traced: Trace) -> set[int]:
+    """Indices of the operations on which a result of the network depends."""
+    used = {read.producer for read in traced.results}
+    for op in reversed(traced.operations):
+        if op.index in used:
+            used |= {read.producer for read in op.reads}
+    return used
+
+
+def _row(op: TracedOp, *, live_bytes: int, folded: bool, unused: bool) -> OpRow:
     inputs = [read.tensor for read in op.reads]
     return OpRow(
         index=op.index,
@@ -126,6 +141,7 @@ def _row(op: TracedOp, folded: bool, live_bytes: int) -> OpRow:
         view=_is_view(op),
         folded=folded,
         no_effect=not folded and _has_no_effect(op),
+        unused=unused,
         reads=tuple((read.producer, read.output) for read in op.reads),
     )
 

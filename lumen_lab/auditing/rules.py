@@ -167,6 +167,13 @@ RULES: tuple[Rule, ...] = (
         "torch.onnx.export and onnxruntime fold constants",
     ),
     Rule(
+        "unused",
+        lambda row, around: row.unused,
+        FOLDED,
+        "no result of the network depends on it, so it is left out",
+        "torch.onnx.export removes what is not used",
+    ),
+    Rule(
         "no effect",
         lambda row, around: row.no_effect,
         FOLDED,

@@ -74,10 +74,11 @@ def rewrite(model: nn.Module, plan: Plan, *, example_inputs: tuple[Tensor, ...] 
     """
     check_order(plan)
     example_inputs = example_inputs or default_inputs(model)
-    model = copy.deepcopy(model)
     entries: list[LogEntry] = []
-    for rule in plan:
-        entries += apply_one(model, rule, example_inputs)
+    with torch.inference_mode(False):  # so that the new model can be trained
+        model = copy.deepcopy(model)
+        for rule in plan:
+            entries += apply_one(model, rule, example_inputs)
     return Rewritten(model, RewriteLog(tuple(entries)))
 
 

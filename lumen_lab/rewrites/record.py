@@ -81,7 +81,7 @@ def find_sites(model: nn.Module, kind: type[nn.Module], example_inputs: tuple[Te
             shapes.setdefault(path, []).append(tuple(first.shape))
         flow.see(path, inputs, output)
 
-    with torch.inference_mode(False), shapes_only(), watch(model, see):
+    with shapes_only(), watch(model, see):
         model(*(torch.empty_like(value) for value in example_inputs))
     return [
         Site(path, modules[path], tuple(dict.fromkeys(seen)), flow.producer(path), modules)
@@ -151,7 +151,8 @@ class FixedTensors(nn.Module):
         name = self.buffer_name(size)
         found = self._buffers.get(name)
         if found is None:
-            found = self.make(size).to(like)
+            with torch.inference_mode(False):  # a constant first met in inference must still serve training
+                found = self.make(size).to(like)
             if type(found) is Tensor and not torch.compiler.is_compiling():
                 self.register_buffer(name, found, persistent=False)
         return found if found.dtype == like.dtype and found.device == like.device else found.to(like)

@@ -95,21 +95,23 @@ def test_the_exact_plan_leaves_nothing_on_the_cpu(micro):
 
 
 def test_reading_lite_at_1024_is_quick_and_small():
+    """Seconds of processor time, which another process on the machine does not lengthen."""
     program = """
-import json, resource, time, torch
+import json, resource, sys, time, torch
 from lumen_lab import audit
 from lumen_lab.network.birefnet import BiRefNet
 from lumen_lab.network.config import LITE
 model = BiRefNet(LITE).eval()
-start = time.perf_counter()
+start = time.process_time()
 audit(model, (torch.empty(1, 3, 1024, 1024),))
-seconds = time.perf_counter() - start
-print(json.dumps({"seconds": seconds, "kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}))
+seconds = time.process_time() - start
+unit = 1024 if sys.platform == "darwin" else 1
+print(json.dumps({"cpu_seconds": seconds, "kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit}))
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=os.environ)
     measured = json.loads(run.stdout.splitlines()[-1])
-    assert measured["seconds"] < 60
-    assert measured["kib"] < 4 * 2**20 / (1 if sys.platform != "darwin" else 2**-10)
+    assert measured["cpu_seconds"] < 60
+    assert measured["kib"] < 4 * 2**20
 
 
 @pytest.mark.npu

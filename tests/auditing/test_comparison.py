@@ -14,14 +14,12 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv = nn.Conv2d(4, 8, 3, padding=1)
-        self.norm = nn.BatchNorm2d(8)
         self.drop = nn.Dropout()
         self.fc = nn.Linear(8, 8)
         self.register_buffer("table", torch.linspace(0, 1, 64).view(8, 8))
 
     def forward(self, x):
-        x = self.drop(self.norm(self.conv(x)).relu())
+        x = self.drop(x.relu())
         tokens = x.flatten(2).transpose(1, 2)
         first, second = self.fc(tokens).chunk(2, -1)
         again = first.sigmoid() * first.sigmoid()
@@ -29,13 +27,16 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """The block twice, at two sizes."""
+    """The block twice, at two sizes, after a conv and its normalisation."""
 
     def __init__(self):
         super().__init__()
+        self.conv = nn.Conv2d(4, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
         self.block = Block()
 
     def forward(self, x):
+        x = self.norm(self.conv(x))
         large, _ = self.block(x)
         small, other = self.block(x[:, :, ::2, ::2])
         return large.mean(1) + small.mean(1), other
@@ -46,7 +47,7 @@ def exported(tmp_path_factory):
     """(report, path of the ONNX file) of the network."""
     torch.manual_seed(0)
     model, inputs = Network().eval(), (torch.rand(1, 4, 8, 8),)
-    nn.init.normal_(model.block.norm.running_mean)
+    nn.init.normal_(model.norm.running_mean)
     path = tmp_path_factory.mktemp("onnx") / "network.onnx"
     torch.onnx.export(model, inputs, path, dynamo=True, opset_version=20, verbose=False)
     return audit(model, inputs), path
@@ -68,6 +69,7 @@ def compared(exported, **changed):
 
 def test_each_node_says_where_it_comes_from(exported):
     operations = onnx_nodes_by_operation(exported[1])
+    assert {op.kind for op in operations if not op.name} == {"split"}  # made by the exporter from chunk
     assert all(op.site is not None for op in operations)
     linear = [op for op in operations if op.kind == "linear"]
     assert [op.site for op in linear] == ["block.fc", "block.fc"]
@@ -102,6 +104,7 @@ def test_what_became_of_each_kind(exported):
     assert norm.became == "Conv"
     assert (conv.became, conv.onnx_nodes) == (f"part of #{norm.index} batch_norm", ())
     assert became["roll", 0].became == "Slice + Slice + Concat"
+    assert became["chunk", 0].became == "Split"
     assert became["dropout", 0].became == "folded away"
     assert became["linear", 1].became.endswith("MatMul + Add")
 

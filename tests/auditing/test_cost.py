@@ -129,3 +129,16 @@ def test_folding_ends_where_an_input_comes_in():
     operations = trace(model.eval(), (torch.empty(2, 3),)).operations
     folded = folded_operations(trace(model.eval(), (torch.empty(2, 3),)))
     assert {op.kind for op in operations if op.index not in folded} == {"matmul"}
+
+
+def test_what_no_result_depends_on_is_left_out():
+    def unused(x):
+        x.sigmoid().tanh()
+        return x.relu()
+
+    rows = audit(Calls(unused).eval(), (torch.empty(1, 4),)).operations
+    assert [(row.kind, row.unused, row.predicted) for row in rows] == [
+        ("sigmoid", True, "folded"),
+        ("tanh", True, "folded"),
+        ("relu", False, "NPU"),
+    ]

@@ -23,7 +23,7 @@ class Twice(nn.Module):
         return first + second.mean(), small + torch.arange(2)
 
 
-class Fails(nn.Module):
+class Calls(nn.Module):
     def __init__(self, how):
         super().__init__()
         self.how = how
@@ -65,12 +65,24 @@ def test_reads_lead_to_the_right_output(twice):
 
 
 def test_views_share_storage_and_copies_do_not():
-    model = Fails(lambda x: x.permute(0, 2, 1).reshape(-1) + x.view(-1))
+    model = Calls(lambda x: x.permute(0, 2, 1).reshape(-1) + x.view(-1))
     permute, reshape, view, _ = traced(model, (1, 2, 3)).operations
     storage = {op.kind: op.outputs[0].untyped_storage()._cdata for op in (permute, reshape, view)}
     source = permute.reads[0].tensor.untyped_storage()._cdata
     assert storage["permute"] == storage["view"] == source
     assert storage["reshape"] != source
+
+
+def written_in_place(x):
+    y = x * 2
+    y.relu_()
+    return y + 1
+
+
+def test_what_is_written_in_place_is_read_by_the_next():
+    product, relu, total = traced(Calls(written_in_place), (4,)).operations
+    assert [read.producer for read in relu.reads] == [product.index]
+    assert [read.producer for read in total.reads] == [relu.index]
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
@@ -129,9 +141,9 @@ def test_inputs_that_do_not_fit_are_refused_with_their_shape():
 )
 def test_control_flow_on_values_is_refused(how):
     with pytest.raises(AuditError, match="depends on the values of a tensor"):
-        traced(Fails(how), (4,))
+        traced(Calls(how), (4,))
 
 
 def test_a_shape_that_depends_on_values_is_refused():
     with pytest.raises(AuditError, match="nonzero.* depends on the values of a tensor; an NPU takes fixed shapes"):
-        traced(Fails(lambda x: x.nonzero()), (4,))
+        traced(Calls(lambda x: x.nonzero()), (4,))

@@ -1,0 +1,97 @@
+"""Shifted windows without the roll, and windows cut in four dimensions."""
+
+import pytest
+import torch
+from torch import nn
+
+from lumen_lab.network.swin import MASKED, CyclicShift, SwinBlock, WindowMerge, WindowPartition
+from lumen_lab.rewrites import rewrite
+from lumen_lab.rewrites.attention import (
+    CONVERT_CYCLIC_SHIFT,
+    PaddedShift,
+    WindowMerge4d,
+    WindowPartition4d,
+    shifted_mask,
+)
+
+
+@pytest.mark.parametrize("size", [(259, 133), (133, 70), (70, 35), (35, 35), (7, 14)])
+def test_attention_with_padding_is_that_with_the_roll(size):
+    """Sizes are those of the padded maps of the four stages at 1024 px."""
+    torch.manual_seed(0)
+    block = SwinBlock(2, 1, 7, 3, 0.0).double().eval()
+    nn.init.normal_(block.attn.relative_position_bias_table)
+    nn.init.normal_(block.attn.qkv.bias)
+    x = torch.randn(1, *size, 2, dtype=torch.float64)
+    padded = rewrite(block, (CONVERT_CYCLIC_SHIFT,), example_inputs=(x,)).model
+    assert isinstance(block.shift, CyclicShift)
+    assert isinstance(padded.shift, PaddedShift)
+    with torch.no_grad():
+        assert float((padded.attend(x) - block.attend(x)).abs().max()) <= 1e-12
+
+
+@pytest.mark.parametrize("size", [(14, 21), (7, 7)])
+@pytest.mark.parametrize("shift", [1, 3, 6])
+def test_mask_lets_a_token_see_the_same_tokens_as_the_rolled_one(size, shift):
+    """Every token of the map, by its number, sees the same numbers in both ways."""
+    numbers = torch.arange(1, 1 + size[0] * size[1]).view(1, *size, 1).double()
+
+    def seen(shifted, mask):
+        windows = WindowPartition(7)(shifted).squeeze(-1).long()
+        pairs = (mask == 0).nonzero()
+        found = {}
+        for window, query, key in pairs.tolist():
+            if windows[window, query] and windows[window, key]:
+                found.setdefault(int(windows[window, query]), set()).add(int(windows[window, key]))
+        return found
+
+    rolled = seen(*CyclicShift(7, shift)(numbers))
+    padded = seen(*PaddedShift(7, shift)(numbers))
+    assert padded == rolled
+    assert len(rolled) == size[0] * size[1]
+
+
+def test_mask_is_finite_and_hides_the_padding():
+    mask = shifted_mask(7, 3, (14, 7))
+    assert mask.shape == (6, 49, 49)
+    assert mask.dtype == torch.float64
+    assert set(mask.unique().tolist()) == {MASKED, 0.0}
+    corner = mask[0].view(7, 7, 7, 7)  # the first window holds 4 + 3 rows: padding first, then the map
+    assert (corner[6, 6, :4] == MASKED).all()
+    assert (corner[6, 6, 4:, 4:] == 0).all()
+
+
+@pytest.mark.parametrize("window", [2, 7])
+def test_windows_in_four_dimensions_are_the_same_bit_for_bit(window):
+    x = torch.randn(2, 3 * window, 2 * window, 5)
+    windows = WindowPartition(window)(x)
+    assert torch.equal(WindowPartition4d(window)(x), windows)
+    assert torch.equal(WindowMerge4d(window)(windows, x.shape[1:3]), WindowMerge(window)(windows, x.shape[1:3]))
+    assert torch.equal(WindowMerge4d(window)(WindowPartition4d(window)(x), x.shape[1:3]), x)
+
+
+def ranks(module, *inputs):
+    """Ranks of every tensor in the exported graph."""
+    program = torch.export.export(module, inputs)
+    values = [node.meta["val"] for node in program.graph.nodes if "val" in node.meta]
+    return {value.ndim for value in values if isinstance(value, torch.Tensor)}
+
+
+def test_no_tensor_has_more_than_four_dimensions():
+    x = torch.zeros(2, 14, 21, 3)
+    assert max(ranks(WindowPartition(7), x)) == 6
+    assert max(ranks(WindowPartition4d(7), x)) == 4
+    windows = WindowPartition(7)(x)
+    assert max(ranks(Merge(WindowMerge(7)), windows)) == 6
+    assert max(ranks(Merge(WindowMerge4d(7)), windows)) == 4
+
+
+class Merge(nn.Module):
+    """A merge that knows its size."""
+
+    def __init__(self, merge):
+        super().__init__()
+        self.merge = merge
+
+    def forward(self, windows):
+        return self.merge(windows, (14, 21))
