@@ -25,8 +25,9 @@ Sample = Tensor | tuple
 class Verdict(Record):
     """The outcome of one check: ``status`` is "passed", "failed" or "pending".
 
-    ``max_abs`` is the largest difference, ``tolerance`` what the claim allows (None: not a numeric claim),
-    ``sqnr_db`` the signal-to-difference ratio (infinite when bit-identical), ``samples`` how many comparisons.
+    ``max_abs`` is the largest difference (None if it is not finite), ``tolerance`` what the claim allows (None: not a
+    numeric claim),
+    ``sqnr_db`` the signal-to-difference ratio (None when bit-identical), ``samples`` how many comparisons.
     """
 
     name: str
@@ -112,13 +113,22 @@ def judge(pairs: Sequence[tuple[Tensor, Tensor]], claim: Exact | Bounded, *, nam
     if shapes:
         note = f"shapes differ: expected {shapes[0][0]}, found {shapes[0][1]}"
         return Verdict(name, site, claim_text(claim), "failed", None, None, None, len(pairs), note)
+    if not sum(reference.numel() for reference, _ in pairs):
+        return Verdict(name, site, claim_text(claim), "failed", None, None, None, len(pairs), "nothing to compare")
     differences = [difference(r, a) for r, a in pairs]
     worst = max(differences)
     tolerance = allowed(claim, max(1.0, *(magnitude(r) for r, _ in pairs)))
     identical = all(torch.equal(r, a) for r, a in pairs)
     held = identical if tolerance == 0 else worst <= tolerance
     status = "passed" if held else "failed"
-    return Verdict(name, site, claim_text(claim), status, worst, tolerance, sqnr_db(pairs), len(pairs))
+    note = "bit for bit" if identical else "" if math.isfinite(worst) else "the difference is not finite"
+    figures = finite(worst), tolerance, finite(sqnr_db(pairs))
+    return Verdict(name, site, claim_text(claim), status, *figures, len(pairs), note)
+
+
+def finite(value: float) -> float | None:
+    """The value itself, or None: a table kept as JSON has no word for infinity."""
+    return value if math.isfinite(value) else None
 
 
 def allowed(claim: Exact | Bounded, scale: float) -> float:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from scipy.special import expit
 from torch import nn
 
-from lumen_lab.deploy.emulation import manifest_path
 from lumen_lab.errors import ArtifactError, LumenError
 from lumen_lab.images import check_image, from_network_output, to_network_input
-from lumen_lab.specs import Manifest, TensorSpec
+from lumen_lab.specs import Manifest, manifest_path
 
 Predictor = nn.Module | str | Path | Callable[[np.ndarray], np.ndarray]
 
@@ -36,7 +36,7 @@ def predict_all(
     inputs = [to_network_input(image, size=size) for image in images]
     logits = run_all(model_or_artifact, inputs)
     return [
-        from_network_output(sigmoid(output[0, 0]), size=image.shape[:2])
+        from_network_output(expit(output[0, 0]), size=image.shape[:2])
         for output, image in zip(logits, images, strict=True)
     ]
 
@@ -44,22 +44,30 @@ def predict_all(
 def working_size(model_or_artifact: Predictor) -> tuple[int, int]:
     """The (H, W) a network or artefact states for itself; ``LumenError`` if it states none."""
     if isinstance(model_or_artifact, str | Path):
-        return artifact_input(Path(model_or_artifact)).shape[-2:]
+        return artifact_size(Path(model_or_artifact))
     config = getattr(model_or_artifact, "config", None)
     if config is None:
         raise LumenError(f"{model_or_artifact!r} does not state its image size; pass size=(H, W).")
     return config.image_size
 
 
-def artifact_input(path: Path) -> TensorSpec:
-    """The image input of an ONNX file or context, from the manifest beside it."""
-    manifest = manifest_path(path)
-    if not path.is_file() or not manifest.is_file():
-        absent = path if not path.is_file() else manifest
-        raise ArtifactError(
-            f"Asked to predict with {path}, but {absent.name} is not there; export or compile it first."
-        )
-    return Manifest.load(manifest).inputs[0]
+def artifact_size(path: Path) -> tuple[int, int]:
+    """What the manifest states, or the file itself where it has none (an ONNX file from elsewhere)."""
+    manifest = artifact_manifest(path)
+    return manifest.inputs[0].shape[-2:] if manifest else onnx_size(path)
+
+
+def artifact_manifest(path: Path) -> Manifest | None:
+    """The manifest beside an artefact, its files checked; None for an ONNX file without one."""
+    return Manifest.beside(path) if manifest_path(path).is_file() else None
+
+
+def onnx_size(path: Path) -> tuple[int, int]:
+    """The (H, W) of an ONNX file's first input; ``ArtifactError`` if the file is missing, broken or of open shape."""
+    shape = onnx_session(path).get_inputs()[0].shape
+    if len(shape) != 4 or not all(isinstance(length, int) for length in shape):
+        raise ArtifactError(f"{path} takes {shape}, not one fixed (1, 3, H, W); pass size=(H, W) or export it again.")
+    return shape[-2], shape[-1]
 
 
 def run_all(model_or_artifact: Predictor, inputs: list[np.ndarray]) -> list[np.ndarray]:
@@ -82,17 +90,23 @@ def run_network(model: nn.Module, value: np.ndarray) -> np.ndarray:
 
 def run_artifact(path: Path, inputs: list[np.ndarray]) -> list[np.ndarray]:
     """A compiled context runs in the emulation, any other ONNX file on the CPU."""
-    if Manifest.load(manifest_path(path)).chip is not None:
+    manifest = artifact_manifest(path)
+    if manifest and manifest.chip is not None:
         from lumen_lab.deploy.htp import emulate
 
         return [next(iter(outputs.values())).astype(np.float32) for outputs in emulate(path, inputs)]
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    session = onnx_session(path)
     name = session.get_inputs()[0].name
     return [session.run(None, {name: value})[0] for value in inputs]
 
 
-def sigmoid(logits: np.ndarray) -> np.ndarray:
-    """1 / (1 + exp(−x)), without overflow at either end."""
-    return (0.5 * (1 + np.tanh(0.5 * logits.astype(np.float64)))).astype(np.float32)
+def onnx_session(path: Path):
+    """An onnxruntime session on the CPU; ``ArtifactError`` if there is no such file or it is no ONNX model."""
+    import onnxruntime
+
+    if not path.is_file():
+        raise ArtifactError(f"Asked to predict with {path}, which is not there; export or compile it first.")
+    try:
+        return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise ArtifactError(f"{path} is not a model that onnxruntime can run: {str(error)[:200]}") from None

@@ -147,8 +147,12 @@ class Record:
             raise ArtifactError(f"The saved {cls.__name__} is incomplete ({error}); make it again.") from None
 
     def save(self, path: str | Path) -> Path:
-        """Write the record as JSON; returns the path."""
-        return write_whole(path, json.dumps(self.to_json(), indent=1, default=str) + "\n")
+        """Write the record as JSON; returns the path. ``ArtifactError`` if it holds what JSON has no word for."""
+        try:
+            text = json.dumps(self.to_json(), indent=1, default=plain, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ArtifactError(f"A {type(self).__name__} cannot be written as JSON: {error}.") from None
+        return write_whole(path, text + "\n")
 
     @classmethod
     def load(cls, path: str | Path):
@@ -167,6 +171,15 @@ class Record:
 
     def _repr_html_(self) -> str:
         return html_table(self.rows(), caption=type(self).__name__, limit=60)
+
+
+def plain(value: object) -> object:
+    """A numpy scalar as the Python number it is, a path as text; anything else is refused by ``json``."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is not a plain value")
 
 
 def _tuples(value: object) -> object:
@@ -205,9 +218,25 @@ class Manifest(Record):
     @classmethod
     def from_json(cls, values: Mapping[str, object]):
         values = dict(values)
-        for side in ("inputs", "outputs"):
-            values[side] = [TensorSpec.from_json({**spec}) for spec in values.get(side, [])]
+        for side in {"inputs", "outputs"} & values.keys():
+            values[side] = [TensorSpec.from_json(spec) for spec in values[side]]
         return super().from_json(values)
+
+    @classmethod
+    def beside(cls, path: str | Path) -> Manifest:
+        """The manifest of the artefact at ``path``, its files checked; ``ArtifactError`` with what does not fit."""
+        path = Path(path)
+        if not path.is_file():
+            raise ArtifactError(f"There is no artefact {path}; make it first.")
+        if not manifest_path(path).is_file():
+            raise ArtifactError(
+                f"There is no manifest {manifest_path(path).name} beside {path}; make the artefact again."
+            )
+        manifest = cls.load(manifest_path(path))
+        if path.name not in manifest.files:
+            raise ArtifactError(f"{manifest_path(path)} is the manifest of {', '.join(manifest.files)}, not of {path}.")
+        manifest.check_files(path.parent)
+        return manifest
 
     def check_files(self, folder: str | Path) -> None:
         """Raise ``ArtifactError`` with the difference if a listed file is missing or has changed."""
@@ -220,6 +249,11 @@ class Manifest(Record):
                 raise ArtifactError(
                     f"{path} does not fit its manifest: SHA-256 {found[:12]}… found, {expected[:12]}… recorded."
                 )
+
+
+def manifest_path(path: str | Path) -> Path:
+    """Where the manifest of an artefact lies: the file's whole name and ``.manifest.json``."""
+    return Path(f"{path}.manifest.json")
 
 
 def tool_versions(*names: str) -> dict[str, str]:

@@ -49,23 +49,9 @@ def emulate(
     return outputs if several else outputs[0]
 
 
-def manifest_path(context_path: str | Path) -> Path:
-    """Where the manifest of a context model lies: ``x_ctx.onnx`` has ``x.manifest.json``."""
-    context_path = Path(context_path)
-    return context_path.with_name(f"{context_path.stem.removesuffix('_ctx')}.manifest.json")
-
-
 def fitting_manifest(context_path: str | Path) -> Manifest:
     """The manifest beside a context model; ``ArtifactError`` if its files or the QAIRT version do not fit."""
-    path = manifest_path(context_path)
-    if not Path(context_path).is_file():
-        raise ArtifactError(f"There is no compiled network {context_path}; compile it with compile_for_chip.")
-    if not path.is_file():
-        raise ArtifactError(f"There is no manifest {path} beside {context_path}; compile the network again.")
-    manifest = Manifest.load(path)
-    if Path(context_path).name not in manifest.files:
-        raise ArtifactError(f"{path} is the manifest of {', '.join(manifest.files)}, not of {context_path}.")
-    manifest.check_files(path.parent)
+    manifest = Manifest.beside(context_path)
     built, here = manifest.versions.get("qairt"), installed_qairt()
     if built != here:
         raise ArtifactError(f"{context_path} was built by QAIRT {built}, and {here} is installed; compile it again.")

@@ -5,7 +5,7 @@ own (``htp_child.py``). An artefact is a folder ``<out_dir>/<model>_<chip>/`` th
 
     <name>_ctx.onnx        names the partitions and holds every node left on the CPU; loads the binary beside it
     <name>_ctx_qnn.bin     the context binary for the NPU
-    <name>.manifest.json   what made it, for which chip, inputs and outputs, hashes
+    <name>_ctx.onnx.manifest.json   what made it, for which chip, inputs and outputs, hashes
     <name>.report.json     the CompileReport
     <name>.log             what the compiler said, without its routine lines
 """
@@ -32,7 +32,7 @@ from lumen_lab.deploy.placement import node_places, refused_in_words
 from lumen_lab.deploy.report import CompileReport, require_one_partition
 from lumen_lab.deploy.toolchain import npu_versions, require_npu_toolchain
 from lumen_lab.errors import ArtifactError, ChipError, CompileError
-from lumen_lab.specs import Manifest, TensorSpec, file_sha256, write_whole
+from lumen_lab.specs import Manifest, TensorSpec, file_sha256, manifest_path, write_whole
 
 if TYPE_CHECKING:
     import onnx
@@ -293,7 +293,7 @@ def _write_manifest(
         files={file: file_sha256(folder / file) for file in files},
         chip=report.chip,
         notes=f"{report.model}, HTP v{report.htp_arch}, soc_model {report.soc_model}",
-    ).save(folder / f"{name}.manifest.json")
+    ).save(manifest_path(folder / f"{name}_ctx.onnx"))
 
 
 def _with_encodings(specs: tuple[TensorSpec, ...], found: Mapping[str, tuple[float, int]]) -> tuple[TensorSpec, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,12 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lumen_lab.deploy.emulation import manifest_path
 from lumen_lab.deploy.model_file import tensor_specs
 from lumen_lab.errors import ArtifactError, ExportError
 from lumen_lab.network.checkpoints import model_name, weights_sha256
 from lumen_lab.rewrites.plan import default_inputs
-from lumen_lab.specs import Manifest, file_sha256, replacing, tool_versions
+from lumen_lab.specs import Manifest, file_sha256, manifest_path, replacing, tool_versions
 
 OPSET = 20  # the first with GELU as one operator, which the NPU takes whole; DeformConv needs 19
 TOOLS = ("torch", "torchvision", "onnx", "onnxscript")
@@ -30,7 +30,7 @@ def export_onnx(
     output_names: Sequence[str] = ("logits",),
     reuse: bool = False,
 ) -> Path:
-    """Write ``model`` as ONNX (opset 20) with a manifest beside it (``<name>.manifest.json``); returns the path.
+    """Write ``model`` as ONNX (opset 20) with a manifest beside it; returns the path.
 
     Shapes are those of ``example_inputs`` (default: the model's own image size, batch 1) and static: the NPU takes no
     others. Every node keeps the torch module that it comes from in its metadata. A deformable conv becomes ONNX
@@ -38,7 +38,7 @@ def export_onnx(
     shapes and versions is taken as it is. Raises ``ExportError``; the file appears whole or not.
     """
     path = Path(path)
-    if model.training:
+    if any(module.training for module in model.modules()):
         raise ExportError("The network is in training mode, where dropout and batch statistics are live; call .eval().")
     if path.suffix != ".onnx":
         raise ExportError(f"An ONNX file is named .onnx, asked for '{path.name}'; change the ending.")
@@ -63,14 +63,21 @@ def made_from(model: nn.Module, example_inputs: tuple[Tensor, ...], names: Seque
         "input_shapes": ", ".join("x".join(map(str, value.shape)) for value in example_inputs),
         "names": ", ".join(names),
         "opset": str(OPSET),
+        "code_sha256": code_sha256(),
     }
+
+
+def code_sha256() -> str:
+    """A hash of the code that decides the graph: a changed rewrite must not be taken for the one of an old file."""
+    package = Path(__file__).parents[1]
+    sources = sorted([*package.glob("network/*.py"), *package.glob("rewrites/*.py"), Path(__file__)])
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
 
 def fits(path: Path, origin: dict[str, str]) -> bool:
     """Whether ``path`` is whole and was made from ``origin`` with the versions that are installed."""
     try:
-        manifest = Manifest.load(manifest_path(path))
-        manifest.check_files(path.parent)
+        manifest = Manifest.beside(path)
     except ArtifactError:
         return False
     return manifest.made_from == origin and manifest.versions == tool_versions(*TOOLS)
@@ -140,12 +147,16 @@ def write_proto(proto, path: Path) -> None:
     """Check the model and write it whole."""
     import onnx
 
-    onnx.checker.check_model(proto)
     try:
+        onnx.checker.check_model(proto)
         with replacing(path) as temporary:
             onnx.save(proto, temporary)
     except OSError as error:
         raise ExportError(f"{path} cannot be written: {error.strerror or error}.") from None
+    except onnx.checker.ValidationError as error:
+        raise ExportError(
+            f"The exported graph is not valid ONNX ({str(error)[:200]}); report it with the model."
+        ) from None
 
 
 def onnx_manifest(proto, path: Path, origin: dict[str, str]) -> Manifest:

@@ -52,7 +52,7 @@ def ssim_loss(probability: Tensor, mask: Tensor, *, window: int = 11, sigma: flo
 
 
 def gradient_target(image: Tensor, mask: Tensor) -> Tensor:
-    """Where the object's own edges are: |5×5 Laplacian| of the luminance inside the dilated mask, in [0, 1]."""
+    """Where the object's own edges are: |5×5 Laplacian| of the channel mean inside the dilated mask, in [0, 1]."""
     kernel = torch.ones(1, 1, 5, 5, dtype=image.dtype, device=image.device)
     kernel[..., 2, 2] = -24
     edges = F.conv2d(F.pad(image.mean(1, keepdim=True), (2, 2, 2, 2), mode="replicate"), kernel).abs() / 24

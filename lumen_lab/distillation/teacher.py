@@ -29,7 +29,7 @@ def training_scenes(sources: str, recipe: Recipe, size: tuple[int, int]) -> Comp
 
 
 def held_out_scores(model: nn.Module, sources: str, *, scenes: int = 200, seed: int = 1) -> dict[str, float]:
-    """Mean absolute error and IoU (both binarised at 0.5) over composed scenes of the test split."""
+    """Mean absolute error, and IoU (both masks binarised at 0.5), over composed scenes of the test split."""
     data = ComposedScenes(sources, split="test", size=MICRO.image_size, length=scenes, seed=seed)
     error, overlap = 0.0, 0.0
     for index in tqdm(range(scenes), desc="held-out scenes", leave=False, mininterval=2):

@@ -10,6 +10,7 @@ import copy
 import csv
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
 from lumen_lab.distillation.losses import LossWeights, supervised_loss
-from lumen_lab.errors import ArtifactError
+from lumen_lab.errors import ArtifactError, LumenError
 from lumen_lab.rewrites.deform import DECOMPOSE_DEFORM_CONV, RECOMPOSE_DEFORM_CONV
 from lumen_lab.rewrites.plan import rewrite
 from lumen_lab.specs import replacing
@@ -52,8 +53,6 @@ class Recipe:
 
     def rate_at(self, step: int) -> float:
         """Learning rate at ``step``: linear warm-up, then half a cosine."""
-        import math
-
         warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
         return self.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * step / self.steps))
 
@@ -107,8 +106,14 @@ def one_step(model, optimizer, image: Tensor, matte: Tensor, recipe: Recipe, ste
     for group in optimizer.param_groups:
         group["lr"] = recipe.rate_at(step) * group["rate_scale"]
     terms = supervised_loss(model(image), image, matte, recipe.weights)
+    loss = sum(terms.values())
+    if not math.isfinite(float(loss.detach())):
+        raise LumenError(
+            f"The loss became {float(loss.detach())} at step {step}; the last checkpoint is unharmed. "
+            "Lower the learning rate or the gradient norm of the recipe."
+        )
     optimizer.zero_grad(set_to_none=True)
-    sum(terms.values()).backward()
+    loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), recipe.max_gradient_norm)
     optimizer.step()
     return {name: float(value.detach()) for name, value in terms.items()}

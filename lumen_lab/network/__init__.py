@@ -62,7 +62,7 @@ def published(config: BiRefNetConfig) -> str | Path:
     """Where the trained weights of a preset are; a file in ``data/`` is checked against its manifest."""
     if config == MICRO and MICRO_WEIGHTS.exists():
         try:
-            Manifest.load(MICRO_WEIGHTS.with_suffix(".manifest.json")).check_files(MICRO_WEIGHTS.parent)
+            Manifest.beside(MICRO_WEIGHTS)
         except ArtifactError as error:
             raise CheckpointError(f"The micro weights do not fit their manifest: {error}") from None
         return MICRO_WEIGHTS

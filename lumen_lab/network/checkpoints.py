@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lumen_lab.errors import CheckpointError
 from lumen_lab.network.config import PRESETS, BiRefNetConfig
-from lumen_lab.specs import Manifest, TensorSpec, file_sha256, replacing, tool_versions
+from lumen_lab.specs import Manifest, TensorSpec, file_sha256, manifest_path, replacing, tool_versions
 
 WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+")
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
@@ -218,7 +218,7 @@ def describe(source: object) -> str:
 
 
 def save_weights(model: nn.Module, path: str | Path, *, made_from: Mapping[str, str], half: bool = False) -> Path:
-    """Write ``model``'s state dict as safetensors with a manifest (``<name>.manifest.json``) beside it.
+    """Write ``model``'s state dict as safetensors with a manifest beside it.
 
     ``made_from`` says what made it (command, seed, data); ``half`` stores float16, half the size. Both files are
     written whole.
@@ -231,7 +231,7 @@ def save_weights(model: nn.Module, path: str | Path, *, made_from: Mapping[str, 
         tensors = {name: v.half() if v.dtype == torch.float32 else v for name, v in tensors.items()}
     with replacing(path) as temporary:
         safetensors.torch.save_file(tensors, temporary)
-    weights_manifest(model, path, made_from, "float16" if half else "float32").save(path.with_suffix(".manifest.json"))
+    weights_manifest(model, path, made_from, "float16" if half else "float32").save(manifest_path(path))
     return path
 
 

@@ -125,8 +125,9 @@ CONVERT_WINDOW_PARTITION = Rewrite(
     replaces=WindowPartition,
     built=_partition_4d,
     claim=Exact(movement=True),
-    because="HTP's operators are specified up to rank 4 or 5; the published partition goes through rank 6",
-    source="QNN HTP operator definitions: rank limits; issue 32 of the field: Transpose of rank 6 refused (error 3110)",
+    because="the published partition goes through rank 6, which HTP takes at batch 1 only (the provider drops an axis) "
+    "and refuses from batch 2 on",
+    source="one-operation graphs through onnxruntime-qnn 2.7.0 (QAIRT 2.51): lumen_lab.auditing.rules",
 )
 
 CONVERT_WINDOW_MERGE = Rewrite(
@@ -144,7 +145,7 @@ CONVERT_CYCLIC_SHIFT = Rewrite(
     built=_padded_shift,
     refused=_not_shifted,
     claim=Exact(),
-    because="a roll is two slices and a concat on each axis, twice a block, and its mask is built in the graph; "
-    "padding and one constant mask move less and quantise to one finite constant",
+    because="a roll is two slices and a concat on each axis, twice a block, and its mask is built in the graph; one pad, "
+    "one slice and one finite constant quantise with one encoding (float16 compiles either way)",
     source="Swin, figure 4 (the roll is an optimisation of padding); Lumen Cutout's published recipe",
 )

@@ -28,6 +28,6 @@ CONVERT_IMAGE_TILES = Rewrite(
     replaces=ImageTiles,
     built=_tiles_4d,
     claim=Exact(movement=True),
-    because="the published rearrangement goes through rank 6, above HTP's stated limit",
-    source="QNN HTP operator definitions: rank limits",
+    because="the published rearrangement goes through rank 6, which HTP takes at batch 1 only",
+    source="one-operation graphs through onnxruntime-qnn 2.7.0 (QAIRT 2.51): lumen_lab.auditing.rules",
 )

@@ -10,6 +10,7 @@ import pytest
 from lumen_lab.deploy import emulation
 from lumen_lab.deploy.emulation import emulate
 from lumen_lab.errors import ArtifactError, CompileError
+from lumen_lab.specs import manifest_path
 
 pytestmark = pytest.mark.npu
 
@@ -102,7 +103,7 @@ def test_a_changed_byte_is_refused(own_copy, ending):
 
 def test_another_version_of_qairt_is_refused(own_copy):
     context = own_copy("conv")
-    manifest = emulation.manifest_path(context)
+    manifest = manifest_path(context)
     values = json.loads(manifest.read_text())
     values["versions"]["qairt"] = "v2.40.0.250101000000"
     manifest.write_text(json.dumps(values))
@@ -112,7 +113,7 @@ def test_another_version_of_qairt_is_refused(own_copy):
 
 def test_a_missing_file_or_manifest_is_refused(own_copy):
     context = own_copy("conv")
-    emulation.manifest_path(context).unlink()
+    manifest_path(context).unlink()
     with pytest.raises(ArtifactError, match="no manifest"):
         emulate(context, pictures(1)[0])
     with pytest.raises(ArtifactError, match="no compiled network .*none_ctx.onnx"):
@@ -121,7 +122,7 @@ def test_a_missing_file_or_manifest_is_refused(own_copy):
 
 def test_a_binary_for_another_chip_is_refused_by_the_emulation_itself(own_copy):
     context = own_copy("conv")
-    manifest = emulation.manifest_path(context)
+    manifest = manifest_path(context)
     manifest.write_text(manifest.read_text().replace('"SM8850"', '"SM8650"'))
     with pytest.raises(CompileError, match="does not fit this chip"):
         emulate(context, pictures(1)[0], progress=False)

@@ -72,11 +72,11 @@ def test_a_float_island_inside_the_partition_is_seen(compiled):
 def test_the_artefact_is_whole_and_its_manifest_fits(compiled):
     report = compiled("conv")
     folder = Path(report.context_path).parent
-    endings = ("_ctx.onnx", "_ctx_qnn.bin", ".manifest.json", ".report.json", ".log")
+    endings = ("_ctx.onnx", "_ctx_qnn.bin", "_ctx.onnx.manifest.json", ".report.json", ".log")
     assert {path.name for path in folder.iterdir()} == {f"conv_SM8850{ending}" for ending in endings}
     assert [path for path in folder.parent.iterdir() if path.name.startswith(".")] == []
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755
-    manifest = Manifest.load(folder / "conv_SM8850.manifest.json")
+    manifest = Manifest.load(folder / "conv_SM8850_ctx.onnx.manifest.json")
     manifest.check_files(folder)
     assert manifest.chip == "SM8850" and manifest.made_from["onnx"] == report.onnx_sha256
     assert report.onnx_sha256 == file_sha256(folder.parents[1] / "conv.onnx")
@@ -96,7 +96,7 @@ def test_integer_inputs_have_their_encoding_in_the_contract(tmp_path, nets):
     model.graph.input[0].type.tensor_type.elem_type = onnx.TensorProto.UINT8
     onnx.save(model, path)
     report = compile_for_chip(path, "SM8850", out_dir=tmp_path, progress=False)
-    manifest = Manifest.load(tmp_path / "net_SM8850" / "net_SM8850.manifest.json")
+    manifest = Manifest.load(tmp_path / "net_SM8850" / "net_SM8850_ctx.onnx.manifest.json")
     assert (manifest.inputs[0].dtype, manifest.inputs[0].scale, manifest.inputs[0].zero_point) == (
         "uint8",
         1 / 128,
@@ -280,7 +280,7 @@ def test_weights_beside_the_model_are_compiled_too(tmp_path, nets):
     path = nets.conv(tmp_path / "n.onnx")
     onnx.save(onnx.load(path), path, save_as_external_data=True, location="n.weights", size_threshold=0)
     report = compile_for_chip(path, "SM8850", out_dir=tmp_path / "out", progress=False)
-    manifest = Manifest.load(tmp_path / "out" / "n_SM8850" / "n_SM8850.manifest.json")
+    manifest = Manifest.load(tmp_path / "out" / "n_SM8850" / "n_SM8850_ctx.onnx.manifest.json")
     assert report.partitions == 1 and set(manifest.made_from) == {"onnx", "n.weights", "options"}
 
 

@@ -21,7 +21,7 @@ from lumen_lab.network.checkpoints import (
     save_weights,
     weights_sha256,
 )
-from lumen_lab.specs import Manifest, file_sha256
+from lumen_lab.specs import Manifest, file_sha256, manifest_path
 
 
 def equal(first, second):
@@ -290,14 +290,17 @@ def test_the_published_file_is_pinned_by_size_and_hash(tmp_path, monkeypatch, st
 @pytest.mark.parametrize("half", [False, True])
 def test_saved_weights_come_back_and_their_manifest_fits(tmp_path, tiny, tiny_config, half):
     path = save_weights(tiny, tmp_path / "new" / "tiny.safetensors", made_from={"seed": "0"}, half=half)
-    manifest = Manifest.load(path.with_suffix(".manifest.json"))
+    manifest = Manifest.load(manifest_path(path))
     manifest.check_files(path.parent)
     assert manifest.made_from == {"network": "tiny", "seed": "0"}
     assert manifest.inputs[0].shape == (1, 3, 64, 96)
     loaded = load_network(tiny_config, path).state_dict()
     expected = {n: v.half().float() if half and v.is_floating_point() else v for n, v in tiny.state_dict().items()}
     assert equal(loaded, expected)
-    assert sorted(entry.name for entry in path.parent.iterdir()) == ["tiny.manifest.json", "tiny.safetensors"]
+    assert sorted(entry.name for entry in path.parent.iterdir()) == [
+        "tiny.safetensors",
+        "tiny.safetensors.manifest.json",
+    ]
 
 
 def test_weights_are_saved_as_safetensors_only(tmp_path, tiny):
@@ -342,7 +345,7 @@ def test_published_micro_weights_are_those_that_are_shipped(shipped):
 
 @pytest.mark.parametrize("harm", ["a flipped bit", "no manifest", "another manifest"])
 def test_shipped_weights_that_do_not_fit_their_manifest_are_refused(shipped, harm):
-    manifest = shipped.with_suffix(".manifest.json")
+    manifest = manifest_path(shipped)
     if harm == "a flipped bit":
         content = shipped.read_bytes()
         shipped.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
