@@ -28,7 +28,7 @@ class Chip(Record):
 
     ``htp_arch`` is the NPU's architecture (81 for v81), ``soc_model`` the compiler's number for the chip (None where
     no public list has it), ``vtcm_mb`` the NPU's on-chip memory in MB (None: unknown), ``supports_fp16`` True, False
-    or None where no list says so.
+    or None where nothing is known; it goes by ``soc_model``, and ``note`` says where it is not from a list.
     """
 
     name: str

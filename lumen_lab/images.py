@@ -56,16 +56,20 @@ def load_image(path: str | Path, *, max_pixels: int = MAX_PIXELS, background: tu
     ``ImageError`` if there is no such file, if it is no image or a damaged one, or if its header announces more
     than ``max_pixels`` pixels (it is then not decoded).
     """
-    picture = _decode(Path(path), max_pixels)
-    if picture.mode == "I" or picture.mode.startswith("I;16"):
-        grey = _grey_16_bit(picture, path)
-        return np.repeat(((grey.astype(np.uint32) + 128) // 257).astype(np.uint8)[..., None], 3, axis=2)
-    if picture.has_transparency_data:
-        rgba = _convert(picture, "RGBA", path)
-        return np.array(PILImage.alpha_composite(_filled(rgba.size, background), rgba).convert("RGB"))
-    if picture.mode == "CMYK":
-        warnings.warn(f"{path} is CMYK: read as RGB without a colour profile, so colours are near.", stacklevel=2)
-    return np.array(_convert(picture, "RGB", path))
+    picture = _eight_bit(_decode(Path(path), max_pixels), path)
+    if picture.mode == "RGBA":
+        picture = PILImage.alpha_composite(_filled(picture.size, background), picture).convert("RGB")
+    return np.array(picture)
+
+
+def load_pixels(path: str | Path, *, max_pixels: int = MAX_PIXELS, least_side_px: int | None = None) -> np.ndarray:
+    """Read a file as ``load_image`` does, but keep its transparency: uint8 (H, W, 3), or (H, W, 4) with straight alpha.
+
+    There are four channels where the file can hold transparency, even if all of it is opaque. ``least_side_px`` allows
+    a JPEG to be decoded at 1/2, 1/4 or 1/8 of its size, faster, as long as no side gets shorter than that.
+    ``ImageError`` as for ``load_image``; the limit is on the pixels that the header announces.
+    """
+    return np.array(_eight_bit(_decode(Path(path), max_pixels, least_side_px), path))
 
 
 def load_mask(path: str | Path, *, max_pixels: int = MAX_PIXELS, from_alpha: bool = False) -> np.ndarray:
@@ -108,8 +112,11 @@ def to_network_input(image: np.ndarray, *, size: tuple[int, int]) -> np.ndarray:
     return np.ascontiguousarray(normalised.transpose(2, 0, 1)[None])
 
 
-def from_network_output(mask: np.ndarray, *, size: tuple[int, int]) -> np.ndarray:
-    """Probabilities (h, w) in [0, 1] brought to the photograph's own ``size`` (H, W): float32 in [0, 1]."""
+def resize_mask(mask: np.ndarray, *, size: tuple[int, int]) -> np.ndarray:
+    """The mask (h, w) in [0, 1] at ``size`` (H, W), by the one resampler: float32 in [0, 1].
+
+    It is also the way back from the network: probabilities at its working size, brought to the photograph's own.
+    """
     mask, (height, width) = check_mask(mask), _check_size(size)
     if mask.shape == (height, width):
         return mask
@@ -180,15 +187,17 @@ def paint_difference(difference: np.ndarray, *, limit: float) -> np.ndarray:
     return np.rint(255 + (towards - 255) * np.abs(share)).astype(np.uint8)
 
 
-def _decode(path: Path, max_pixels: int) -> PILImage.Image:
+def _decode(path: Path, max_pixels: int, least_side_px: int | None = None) -> PILImage.Image:
     """The file's first frame, decoded and upright, in its own Pillow mode."""
-    _check_is_file(path)
     try:
+        _check_is_file(path)
         with warnings.catch_warnings():
             # This limit is stated by the caller, in place of Pillow's warning at three quarters of ours.
             warnings.simplefilter("ignore", PILImage.DecompressionBombWarning)
             with PILImage.open(path, formats=_available_formats()) as file:
                 _check_pixels(path, file.size, max_pixels)
+                if least_side_px is not None:
+                    file.draft(None, (least_side_px, least_side_px))
                 file.load()
                 return _upright(file, path)
     except UnidentifiedImageError:
@@ -198,6 +207,10 @@ def _decode(path: Path, max_pixels: int) -> PILImage.Image:
             f"{path} is larger than Pillow opens (PIL.Image.MAX_IMAGE_PIXELS, here "
             f"{PILImage.MAX_IMAGE_PIXELS:,} pixels, times two); make it smaller first."
         ) from None
+    except PermissionError as error:
+        raise ImageError(
+            f"{path} may not be read ({error.strerror}); ask for read permission on it and its folder."
+        ) from None
     except _BROKEN_FILE as error:
         raise ImageError(f"{path} is damaged or cut short ({error}); fetch or export it again.") from None
 
@@ -206,7 +219,7 @@ def _upright(file: PILImage.Image, path: Path) -> PILImage.Image:
     try:
         return ImageOps.exif_transpose(file)
     except _BROKEN_FILE as error:
-        warnings.warn(f"{path} has unreadable EXIF data ({error}); taken as upright.", stacklevel=5)
+        warnings.warn(f"{path} has unreadable EXIF data ({error}); taken as upright.", stacklevel=4)
         return file.copy()
 
 
@@ -251,6 +264,16 @@ def _grey_16_bit(picture: PILImage.Image, path: str | Path) -> np.ndarray:
             f"{path} holds integers from {values.min()} to {values.max()}, beyond 16 bits; save it as 8 or 16 bits."
         )
     return values
+
+
+def _eight_bit(picture: PILImage.Image, path: str | Path) -> PILImage.Image:
+    """The picture as RGB, or as RGBA where it can hold transparency."""
+    if picture.mode == "I" or picture.mode.startswith("I;16"):
+        grey = _grey_16_bit(picture, path)
+        return PILImage.fromarray(((grey.astype(np.uint32) + 128) // 257).astype(np.uint8)).convert("RGB")
+    if picture.mode == "CMYK":
+        warnings.warn(f"{path} is CMYK: read as RGB without a colour profile, so colours are near.", stacklevel=3)
+    return _convert(picture, "RGBA" if picture.has_transparency_data else "RGB", path)
 
 
 def _convert(picture: PILImage.Image, mode: str, path: str | Path) -> PILImage.Image:

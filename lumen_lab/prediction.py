@@ -11,7 +11,7 @@ from scipy.special import expit
 from torch import nn
 
 from lumen_lab.errors import ArtifactError, LumenError
-from lumen_lab.images import check_image, from_network_output, to_network_input
+from lumen_lab.images import check_image, resize_mask, to_network_input
 from lumen_lab.specs import Manifest, manifest_path
 
 Predictor = nn.Module | str | Path | Callable[[np.ndarray], np.ndarray]
@@ -36,8 +36,7 @@ def predict_all(
     inputs = [to_network_input(image, size=size) for image in images]
     logits = run_all(model_or_artifact, inputs)
     return [
-        from_network_output(expit(output[0, 0]), size=image.shape[:2])
-        for output, image in zip(logits, images, strict=True)
+        resize_mask(expit(output[0, 0]), size=image.shape[:2]) for output, image in zip(logits, images, strict=True)
     ]
 
 

@@ -1,5 +1,7 @@
 """The table of chips and the names by which they are found."""
 
+from dataclasses import replace
+
 import pytest
 
 from lumen_lab import chips
@@ -20,7 +22,29 @@ def test_a_chip_carries_the_numbers_of_its_row():
     assert (chip.marketing_name, chip.htp_arch, chip.soc_model, chip.vtcm_mb) == ("8 Elite Gen 5", 81, 87, 8)
     assert chip.supports_fp16 is True
     assert find_chip("SM8350").supports_fp16 is False
-    assert find_chip("SM8735").supports_fp16 is None and find_chip("SM7425").soc_model is None
+    assert find_chip("SM8845").supports_fp16 is None and find_chip("SM7425").soc_model is None
+
+
+def silent_float16(table):
+    """The chips that share a ``soc_model`` without sharing its float16, and whose notes do not say why."""
+    known = {}
+    for chip in table:
+        known.setdefault(chip.soc_model, set()).add(chip.supports_fp16)
+    known.pop(None, None)
+    return [c.name for c in table if len(known.get(c.soc_model, ())) > 1 and "float16 conflict" not in c.note]
+
+
+def test_chips_of_one_soc_model_do_not_differ_in_float16_without_saying_so():
+    table = load_chips()
+    assert silent_float16(table) == []
+    forgotten = [replace(c, supports_fp16=None, note="") if c.name == "SM8350P" else c for c in table]
+    assert silent_float16(forgotten) == ["SM8350", "SM8350P"]
+
+
+@pytest.mark.parametrize("name", ["SM8350P", "QCM6490", "QCS6690", "SAR2230P", "QCS7790", "SM7750", "SM8735"])
+def test_float16_is_refused_where_the_soc_model_refuses_it(name):
+    chip = find_chip(name)
+    assert chip.supports_fp16 is False and "float16" in chip.note
 
 
 @pytest.mark.parametrize(

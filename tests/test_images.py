@@ -247,6 +247,20 @@ class TestRefusals:
         with pytest.raises(ImageError, match="is empty"):
             load(tmp_path / "empty.png")
 
+    @pytest.mark.parametrize("load", [images.load_image, images.load_mask, images.load_pixels])
+    def test_a_file_that_may_not_be_read_is_not_called_damaged(self, tmp_path, monkeypatch, load):
+        path = save(noise(5, 7), tmp_path / "photo.png")
+
+        def locked(*_, **__):
+            raise PermissionError(13, "Permission denied", str(path))
+
+        for owner, name in ((PILImage, "open"), (Path, "is_dir")):  # the file's own rights, and its folder's
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, locked)
+                with pytest.raises(ImageError, match=r"may not be read \(Permission denied\); ask for read permission"):
+                    load(path)
+        load(path)
+
     def test_a_bomb_is_refused_by_its_header(self, tmp_path):
         # Without pixel data the file would be called damaged as soon as anyone tried to decode it.
         path = write_png(tmp_path / "bomb.png", b"", width=14_000, height=12_000, bits=8, color_type=2)
@@ -263,6 +277,30 @@ class TestRefusals:
         assert images.load_image(path, max_pixels=42).shape == (6, 7, 3)
         with pytest.raises(ImageError, match="above the limit of 41"):
             images.load_image(path, max_pixels=41)
+
+
+class TestPixels:
+    def test_transparency_is_kept_and_its_hidden_colours_too(self, tmp_path):
+        stored = noise(6, 4, 4)
+        stored[:2, :, 3] = 0
+        np.testing.assert_array_equal(images.load_pixels(save(stored, tmp_path / "cutout.png")), stored)
+        palette = save(np.zeros((3, 5), np.uint8), tmp_path / "palette.png", mode="P", transparency=0)
+        assert images.load_pixels(palette).shape == (3, 5, 4) and not images.load_pixels(palette)[..., 3].any()
+
+    @pytest.mark.parametrize("name", ["photo.png", "photo.jpg"])
+    def test_without_transparency_they_are_the_image(self, tmp_path, name):
+        path = save(noise(6, 4, 3), tmp_path / name, exif=exif_orientation(6))
+        pixels = images.load_pixels(path)
+        assert pixels.shape == (4, 6, 3)
+        np.testing.assert_array_equal(pixels, images.load_image(path))
+
+    @pytest.mark.parametrize("least_side_px, shape", [(None, (200, 300)), (101, (200, 300)), (100, (100, 150))])
+    def test_a_jpeg_is_decoded_smaller_when_that_is_allowed(self, tmp_path, least_side_px, shape):
+        stored = np.kron(noise(5, 6, 3), np.ones((40, 50, 1), np.uint8))
+        path = save(stored, tmp_path / "photo.jpg", quality=95)
+        assert images.load_pixels(path, least_side_px=least_side_px).shape == (*shape, 3)
+        with pytest.raises(ImageError, match="60,000 pixels, above the limit of 59,999"):
+            images.load_pixels(path, least_side_px=least_side_px, max_pixels=59_999)
 
 
 class TestMasks:

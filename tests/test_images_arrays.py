@@ -34,31 +34,31 @@ class TestNetworkDoors:
         image = noise(*shape, 3)
         given = images.to_network_input(image, size=(128, 128))
         assert given.shape == (1, 3, 128, 128) and np.isfinite(given).all()
-        mask = images.from_network_output(1 / (1 + np.exp(-given[0, 0])), size=image.shape[:2])
+        mask = images.resize_mask(1 / (1 + np.exp(-given[0, 0])), size=image.shape[:2])
         assert mask.shape == shape and mask.dtype == np.float32
         assert images.load_mask(images.save_mask(mask, tmp_path / "mask.png")).shape == shape
 
     def test_shrinking_averages_instead_of_dropping_pixels(self):
         lines = np.zeros((256, 256), np.float32)
         lines[:, ::4] = 1
-        shrunk = images.from_network_output(lines, size=(64, 64))
+        shrunk = images.resize_mask(lines, size=(64, 64))
         assert np.abs(shrunk[4:-4, 4:-4] - 0.25).max() < 0.05
 
     def test_enlarging_keeps_the_frame(self):
         mask = np.zeros((32, 32), np.float32)
         mask[:16, :8] = 1
-        large = images.from_network_output(mask, size=(320, 640))
+        large = images.resize_mask(mask, size=(320, 640))
         assert large[:150, :150].min() == 1 and large[170:].max() == 0 and large[:, 170:].max() == 0
 
     def test_same_size_is_left_alone(self):
         mask = np.linspace(0, 1, 54, dtype=np.float32).reshape(6, 9)
-        np.testing.assert_array_equal(images.from_network_output(mask, size=(6, 9)), mask)
+        np.testing.assert_array_equal(images.resize_mask(mask, size=(6, 9)), mask)
 
     def test_logits_and_stacks_are_refused(self):
         with pytest.raises(ImageError, match="take the sigmoid"):
-            images.from_network_output(np.full((4, 4), -8.0), size=(8, 8))
+            images.resize_mask(np.full((4, 4), -8.0), size=(8, 8))
         with pytest.raises(ImageError, match="one map"):
-            images.from_network_output(np.zeros((1, 1, 4, 4)), size=(8, 8))
+            images.resize_mask(np.zeros((1, 1, 4, 4)), size=(8, 8))
 
     @pytest.mark.parametrize("size", [(0, 8), (8.5, 8), (8, 8, 3)])
     def test_sizes_that_are_none(self, size):

@@ -15,6 +15,7 @@ from lumen_lab.auditing.onnx_join import (
     onnx_nodes_by_operation,
 )
 from lumen_lab.auditing.operations import CPU, FOLDED, NPU, OpRow
+from lumen_lab.auditing.partitions import partition_numbers
 from lumen_lab.auditing.report import AuditReport
 from lumen_lab.errors import AuditError
 from lumen_lab.specs import Record, html_table
@@ -143,6 +144,23 @@ def compare_with_actual(report: AuditReport, actual: object, *, onnx_path: str |
         for name, op_type in op.nodes
     )
     return Comparison(report.model, report.chip, compared, unclaimed)
+
+
+def actual_partition_rows(report: AuditReport, comparison: Comparison) -> list[dict[str, object]]:
+    """As ``AuditReport.partition_rows``, with the place that the compiler gave each operation."""
+    runs_on = {op.index: op.actual for op in comparison.operations if op.actual in (NPU, CPU)}
+    numbers = partition_numbers(report.operations, runs_on)
+    return [
+        {
+            "index": row.index,
+            "site": row.site,
+            "kind": row.kind,
+            "partition": numbers[row.index] if runs_on[row.index] == NPU else None,
+            "runs_on": runs_on[row.index],
+        }
+        for row in report.operations
+        if row.index in runs_on
+    ]
 
 
 def _places(nodes: Iterable[object]) -> dict[str, _Placed]:

@@ -35,7 +35,6 @@ FAMILIES = {
 OPERATORS = {
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), frozenset({"Conv"})),
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), frozenset({"ConvTranspose"})),
-    "linear": frozenset({"Gemm", "MatMul"}),
 }
 """The ONNX operators by which an operation is known again inside another one that was fused with it."""
 

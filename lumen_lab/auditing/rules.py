@@ -65,7 +65,7 @@ def judge(operations: Sequence[OpRow], chip: Chip, *, rules: Sequence[Rule] | No
     """
     readers: dict[int, tuple[OpRow, ...]] = {}
     for row in operations:
-        for producer in dict.fromkeys(producer for producer, _ in row.reads):
+        for producer in () if row.unused else dict.fromkeys(producer for producer, _ in row.reads):
             readers[producer] = (*readers.get(producer, ()), row)
     around = Surroundings(chip, operations, readers)
     judged = []

@@ -162,10 +162,7 @@ class _Reader:
         self._refuse_open_shapes(node, outputs)
         site, call = _site(node)
         index = len(self.operations)
-        reads = tuple(self._reads(node))
         self.sources[node] = (index, 0)
-        if _writes_its_input(node):  # whoever reads that tensor from here on reads what was written
-            self.sources[node.args[0]] = (index, 0)
         self.operations.append(
             TracedOp(
                 index=index,
@@ -174,7 +171,7 @@ class _Reader:
                 site=site,
                 call=call,
                 arguments=_named_arguments(node.target, args, kwargs),
-                reads=reads,
+                reads=tuple(self._reads(node)),
                 parameters={
                     self.parameter_names[source.name]: self.values[source]
                     for source in node.all_input_nodes
@@ -226,11 +223,6 @@ def _site(node: fx.Node) -> tuple[str, int]:
     key, (path, _) = list(stack.items())[-1]
     call = re.search(r"@(\d+)$", key)
     return path, int(call[1]) if call else 0
-
-
-def _writes_its_input(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable and bool(node.args) and isinstance(node.args[0], fx.Node)
 
 
 def _named_arguments(target: object, args: tuple, kwargs: dict) -> dict[str, object]:

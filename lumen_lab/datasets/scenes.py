@@ -14,9 +14,8 @@ from lumen_lab.datasets import compose, thin
 from lumen_lab.datasets.attributes import ATTRIBUTES, matte_attributes
 from lumen_lab.datasets.sources import SourceBank, open_sources
 from lumen_lab.errors import DatasetError
+from lumen_lab.images import IMAGENET_MEAN, IMAGENET_STD
 
-IMAGENET_MEAN = np.array([0.485, 0.456, 0.406], np.float32)
-IMAGENET_STD = np.array([0.229, 0.224, 0.225], np.float32)
 # How often each kind of scene is drawn; layouts name where the main cut-out stands.
 MIXTURE = {"cutout": 0.78, "thin": 0.12, "shape": 0.10}
 MOST_ENLARGED = 2.2  # beyond that a cut-out's edge shows its pixels
@@ -91,8 +90,8 @@ class ComposedScenes(torch.utils.data.Dataset):
         scene = self.scene(index)
         planes = np.ascontiguousarray(scene.image.transpose(2, 0, 1), dtype=np.float32)
         if self.normalise:
-            planes -= IMAGENET_MEAN[:, None, None]
-            planes /= IMAGENET_STD[:, None, None]
+            planes -= np.float32(IMAGENET_MEAN)[:, None, None]
+            planes /= np.float32(IMAGENET_STD)[:, None, None]
         flags = matte_attributes(scene.matte, scene.image, objects=scene.objects)
         return {
             "image": torch.from_numpy(planes),

@@ -32,7 +32,8 @@ from lumen_lab.datasets.debian import (
     SKIPPED_FOLDERS,
     fetch_debian_sources,
 )
-from lumen_lab.errors import ArtifactError, DatasetError
+from lumen_lab.errors import ArtifactError, DatasetError, ImageError
+from lumen_lab.images import load_pixels
 from lumen_lab.specs import Record, write_whole
 
 SPLITS = ("train", "validation", "test")
@@ -42,7 +43,7 @@ BACKGROUND_SIDE_PX = 512
 VARIANT_SUFFIX = r"([-_ .]*(mirror(ed)?|flip(ped)?|copy|dark|light|small|large|\d+x\d+|\(\d+\)))+$"
 MIN_FOREGROUND_SIDE_PX = 48
 MIN_BACKGROUND_SIDE_PX = 240
-CACHE_FORMAT = 5
+CACHE_FORMAT = 6
 # Shares of groups that go to validation and to test; the rest is for training.
 HELD_OUT = {"foreground": (0.10, 0.12), "background": (0.13, 0.17)}
 
@@ -180,11 +181,12 @@ def _read_source(path: Path, kind: str, name: str) -> tuple[np.ndarray | None, s
     reason = _listed_reason(kind, name)
     if reason:
         return None, reason
+    keep, side_px = (_foreground, FOREGROUND_SIDE_PX) if kind == "foreground" else (_background, BACKGROUND_SIDE_PX)
     try:
-        with Image.open(path) as image:
-            return _foreground(image) if kind == "foreground" else _background(image)
-    except (OSError, ValueError, SyntaxError):
-        return None, "unreadable"
+        pixels = load_pixels(path, least_side_px=2 * side_px)
+    except ImageError:
+        return None, "unreadable, or above the pixel limit"
+    return keep(pixels)
 
 
 def _listed_reason(kind: str, name: str) -> str:
@@ -198,12 +200,11 @@ def _listed_reason(kind: str, name: str) -> str:
     return ""
 
 
-def _foreground(image: Image.Image) -> tuple[np.ndarray | None, str]:
-    if not ("A" in image.getbands() or "transparency" in image.info):
+def _foreground(pixels: np.ndarray) -> tuple[np.ndarray | None, str]:
+    """The cut-out, cropped and cleaned, or None and why the file's pixels (uint8 H×W×3 or H×W×4) are none."""
+    if pixels.shape[2] == 3:
         return None, "no alpha channel"
-    image = image.convert("RGBA")
-    image.thumbnail((FOREGROUND_SIDE_PX, FOREGROUND_SIDE_PX), Image.Resampling.BOX)
-    pixels = np.array(image)
+    pixels = _thumbnail(pixels, FOREGROUND_SIDE_PX)
     rows, columns = np.nonzero(pixels[..., 3] > 8)
     if rows.size < 100:
         return None, "blank"
@@ -216,16 +217,13 @@ def _foreground(image: Image.Image) -> tuple[np.ndarray | None, str]:
     return (None, reason) if reason else (clean_edge_colours(pixels), "")
 
 
-def _background(image: Image.Image) -> tuple[np.ndarray | None, str]:
-    if min(image.size) < MIN_BACKGROUND_SIDE_PX:
+def _background(pixels: np.ndarray) -> tuple[np.ndarray | None, str]:
+    """The background, or None and why the file's pixels (uint8 H×W×3 or H×W×4) are none."""
+    if min(pixels.shape[:2]) < MIN_BACKGROUND_SIDE_PX:
         return None, "tiny"
-    image.draft("RGB", (2 * BACKGROUND_SIDE_PX, 2 * BACKGROUND_SIDE_PX))
-    image = image.convert("RGBA") if "transparency" in image.info else image
-    if "A" in image.getbands() and np.asarray(image.getchannel("A").reduce(8)).min() < 250:
+    if pixels.shape[2] == 4 and np.asarray(Image.fromarray(pixels[..., 3]).reduce(8)).min() < 250:
         return None, "background with transparency"
-    image = image.convert("RGB")
-    image.thumbnail((BACKGROUND_SIDE_PX, BACKGROUND_SIDE_PX), Image.Resampling.BOX)
-    pixels = np.array(image)
+    pixels = _thumbnail(np.ascontiguousarray(pixels[..., :3]), BACKGROUND_SIDE_PX)
     if pixels.std() < 6:
         return None, "blank"
     # Sky and water are smooth and snow has one hue, so the limits are wider than for a cut-out.
@@ -233,6 +231,13 @@ def _background(image: Image.Image) -> tuple[np.ndarray | None, str]:
         pixels, np.ones(pixels.shape[:2], bool), most_flat=0.83, most_equal=0.5, least_richness=0.05
     )
     return (None, reason) if reason else (pixels, "")
+
+
+def _thumbnail(pixels: np.ndarray, side_px: int) -> np.ndarray:
+    """The pixels made smaller until no side is longer than ``side_px``; never larger."""
+    image = Image.fromarray(pixels)
+    image.thumbnail((side_px, side_px), Image.Resampling.BOX)
+    return np.array(image)
 
 
 def drawing_reason(
@@ -296,7 +301,7 @@ def assign_split(group: str, *, kind: str) -> str:
 
 
 def _drop_twins(kept: list[tuple[Source, np.ndarray]]) -> tuple[list[tuple[Source, np.ndarray]], Counter[str]]:
-    """Drop pictures that equal an earlier one, mirrored or not, by a 64-bit difference hash."""
+    """Drop pictures that equal an earlier one, mirrored or not, by the 128 bits of their difference hash."""
     seen: dict[str, list[np.ndarray]] = {"foreground": [], "background": []}
     unique, twins = [], Counter()
     for source, pixels in sorted(kept, key=lambda item: (-item[1].size, item[0].name)):

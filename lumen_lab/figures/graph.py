@@ -23,9 +23,10 @@ _CPU_STYLE = {"facecolor": VERMILLION, "edgecolor": "black", "hatch": "////", "l
 def partition_strip(rows: Iterable[Mapping[str, object]], *, title: str = "") -> Figure:
     """The operations of a graph in execution order, as a strip: blue on the NPU, hatched orange on the CPU.
 
-    Each row is a dict with ``index`` (place in the order), ``kind``, ``runs_on`` ("NPU" or "CPU"), ``partition`` (a
-    number on the NPU, None on the CPU) and, optionally, ``bytes_crossing``: what the operation fetches from the other
-    side, drawn below in MB. Partitions carry their numbers, CPU islands the kinds of their operations.
+    Each row is a dict with ``index`` (place in the order), ``kind``, ``runs_on`` ("NPU" or "CPU"), ``partition``
+    (the number of the NPU's graph; on the CPU it may be None or the number that an audit gives to the piece, and is not
+    looked at) and, optionally, ``bytes_crossing``: what the operation fetches from the other side, drawn below in MB.
+    Partitions carry their numbers, CPU islands the kinds of their operations.
     """
     rows = sorted(_checked(rows, {"index", "kind", "partition", "runs_on"}), key=lambda row: row["index"])
     strangers = {row["runs_on"] for row in rows} - {"NPU", "CPU"}
@@ -51,22 +52,24 @@ def partition_strip(rows: Iterable[Mapping[str, object]], *, title: str = "") ->
     return sheet
 
 
-def macs_by_site(rows: Iterable[Mapping[str, object]], *, depth: int = 1, top: int = 16, title: str = "") -> Figure:
+def macs_by_site(macs: Mapping[str, int], *, top: int = 16, title: str = "") -> Figure:
     """Horizontal bars of the multiply-accumulates of each site, largest first, with their share of the whole.
 
-    Each row is a dict with ``site`` (dotted) and ``macs``. Sites are joined by their first ``depth`` names; what comes
-    after the ``top`` largest is one grey bar.
+    ``macs`` maps sites to their MACs, as ``AuditReport.macs_by_site`` gives them. What comes after the ``top`` largest
+    is one grey bar.
     """
-    total_of: Counter[str] = Counter()
-    for row in _checked(rows, {"site", "macs"}):
-        total_of[".".join(str(row["site"]).split(".")[:depth]) or "(network)"] += row["macs"] or 0
-    ranked = [(site, macs) for site, macs in total_of.most_common() if macs]
+    if not isinstance(macs, Mapping):
+        raise LumenError(
+            f"This figure takes a mapping {{site: MACs}}; found {type(macs).__name__}. "
+            "An audit's macs_by_site() gives one."
+        )
+    ranked = sorted(((str(site), count) for site, count in macs.items() if count), key=lambda item: -item[1])
     if not ranked:
-        raise LumenError("macs_by_site found no multiplications in its rows; pass those of an audit.")
+        raise LumenError("macs_by_site found no multiplications; pass an audit's macs_by_site().")
     shown, rest = ranked[:top], ranked[top:]
-    bars = [(site, macs, BLUE) for site, macs in shown]
-    bars += [(f"{len(rest)} more", sum(macs for _, macs in rest), GREY)] if rest else []
-    total = sum(total_of.values())
+    bars = [(site, count, BLUE) for site, count in shown]
+    bars += [(f"{len(rest)} more", sum(count for _, count in rest), GREY)] if rest else []
+    total = sum(count for _, count in ranked)
     sheet = new_sheet(8.0, 1.0 + 0.3 * len(bars))
     _draw_bars(sheet.subplots(), bars, total)
     sheet.suptitle(f"{title or 'Multiply-accumulates by site'}: {_macs(total)} in all", fontsize=10)
@@ -85,9 +88,9 @@ def _checked(rows: Iterable[Mapping[str, object]], keys: set[str]) -> list[Mappi
 def _runs(rows: Sequence[Mapping[str, object]]) -> list[tuple[int, int, object, list[str]]]:
     """Consecutive operations of one partition: (start, length, partition or None on the CPU, kinds)."""
     runs, start = [], 0
-    for (side, partition), group in groupby(rows, key=lambda row: (row["runs_on"], row["partition"])):
+    for partition, group in groupby(rows, key=lambda row: row["partition"] if row["runs_on"] == "NPU" else None):
         kinds = [str(row["kind"]) for row in group]
-        runs.append((start, len(kinds), None if side == "CPU" else partition, kinds))
+        runs.append((start, len(kinds), partition, kinds))
         start += len(kinds)
     return runs
 

@@ -54,10 +54,11 @@ def difference_map(
     reference_name: str = "reference",
     actual_name: str = "actual",
     limit: float | None = None,
+    title: str = "",
 ) -> Figure:
     """``actual`` − ``reference``, two masks (H, W) in [0, 1], in colours that are even on both sides of white.
 
-    The title gives the largest and the mean absolute difference. Full colour is ``limit``, or else the largest
+    Below ``title`` stand the largest and the mean absolute difference. Full colour is ``limit``, or else the largest
     difference; pass one ``limit`` to several figures to compare them.
     """
     reference = check_mask(reference)
@@ -68,9 +69,8 @@ def difference_map(
     sheet = new_sheet(max(width_in, 4.6) + 0.8, height_in + 0.2)
     axes = sheet.subplots()
     measured = f"max {largest:.3g}, mean {np.abs(difference).mean():.3g}" if largest else "identical"
-    shown = _show(
-        axes, difference, f"{actual_name} − {reference_name}\n{measured}", cmap=SIGNED, vmin=-limit, vmax=limit
-    )
+    lines = [*filter(None, [title]), f"{actual_name} − {reference_name}", measured]
+    shown = _show(axes, difference, "\n".join(lines), cmap=SIGNED, vmin=-limit, vmax=limit)
     sheet.colorbar(shown, ax=axes, shrink=0.9, label="difference of the mask")
     return sheet
 

@@ -145,7 +145,7 @@ CONVERT_CYCLIC_SHIFT = Rewrite(
     built=_padded_shift,
     refused=_not_shifted,
     claim=Exact(),
-    because="a roll is two slices and a concat on each axis, twice a block, and its mask is built in the graph; one pad, "
-    "one slice and one finite constant quantise with one encoding (float16 compiles either way)",
+    because="a roll is two slices and a concat on each axis, twice a block, and its mask is built in the graph; one "
+    "pad, one slice and one finite constant quantise with one encoding (float16 compiles either way)",
     source="Swin, figure 4 (the roll is an optimisation of padding); Lumen Cutout's published recipe",
 )

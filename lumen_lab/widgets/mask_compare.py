@@ -149,7 +149,7 @@ def _at_display_size(
     masks = {str(name): images.check_mask(mask, size=size) for name, mask in masks.items()}
     shrink = min(1.0, max_side_px / max(size))
     shown = tuple(max(1, round(side * shrink)) for side in size)
-    small = {name: images.from_network_output(mask, size=shown) for name, mask in masks.items()}
+    small = {name: images.resize_mask(mask, size=shown) for name, mask in masks.items()}
     return images.resize_image(image, size=shown), {
         name: np.rint(mask * 255).astype(np.uint8) for name, mask in small.items()
     }

@@ -1,11 +1,14 @@
 """Predicted beside actual: each operation finds its own ONNX nodes, nothing is dropped, disagreements come first."""
 
+from dataclasses import replace
+
 import onnx
 import pytest
 import torch
 from torch import nn
 
-from lumen_lab.auditing import Comparison, audit, compare_with_actual, onnx_nodes_by_operation
+from lumen_lab.auditing import Comparison, ExportedOp, audit, compare_with_actual, onnx_nodes_by_operation
+from lumen_lab.auditing.onnx_join import join_operations
 from lumen_lab.errors import AuditError
 
 
@@ -165,15 +168,24 @@ def test_a_node_without_origin_is_listed(exported, tmp_path):
     assert comparison.rows()[0]["became"] == "Neg"
 
 
-def test_a_missing_conv_is_not_explained_away(exported, tmp_path):
+def test_of_two_reshapes_the_one_with_its_shape_has_the_node():
+    """The exporter keeps the second of two reshapes in a row."""
+    rows = audit(nn.Sequential(nn.Flatten(), nn.Unflatten(1, (2, 8))).eval(), (torch.rand(1, 4, 4),)).operations
+    kept = ExportedOp(name="view", kind="view", site=rows[1].site, nodes=(("n", "Reshape"),), shape=(1, 2, 8))
+    same_site = [replace(row, site=rows[1].site) for row in rows]
+    assert join_operations(same_site, [kept]).nodes == {1: (kept,)}
+
+
+def test_a_missing_product_is_not_explained_away(exported, tmp_path):
     report, path = exported
     model = onnx.load(path)
-    kept = [node for node in model.graph.node if node.op_type not in ("Conv", "BatchNormalization")]
+    lost = {name for op in onnx_nodes_by_operation(path) if op.kind == "linear" for name, _ in op.nodes}
+    kept = [node for node in model.graph.node if node.name not in lost]
     del model.graph.node[:]
     model.graph.node.extend(kept)
     onnx.save(model, tmp_path / "less.onnx")
     wrong = compare_with_actual(report, nodes(path), onnx_path=tmp_path / "less.onnx").disagreements()
-    assert {(op.kind, op.became) for op in wrong} == {("conv2d", "no counterpart found")}
+    assert {(op.kind, op.became) for op in wrong} == {("linear", "no counterpart found")}
 
 
 def test_a_saved_comparison_is_the_same(exported, tmp_path):

@@ -56,6 +56,10 @@ def moved_axis(x):
     return x.relu().view(4, 1, 4, 4, 4, 8).permute(1, 0, 3, 2, 4, 5).reshape(-1, 4, 8).relu()
 
 
+def swapped_unit_axes(x):
+    return x.relu().view(1, 1, 4, 4, 4, 8).permute(1, 0, 3, 2, 4, 5).reshape(-1, 4, 8).relu()
+
+
 def rank_7(x):
     return x.relu().view(1, 2, 2, 4, 2, 4, 8).permute(0, 2, 1, 4, 3, 6, 5).reshape(1, -1).relu()
 
@@ -93,6 +97,7 @@ REFUSALS = [
     (windows_with_two_readers, [(1, 16, 16, 8)], ["view", "permute", "reshape", "reshape"]),
     (reshape_through_rank_6, [(1, 2, 16, 32)], []),
     (moved_axis, [(4, 4, 16, 8)], ["view", "permute", "reshape"]),
+    (swapped_unit_axes, [(1, 4, 16, 8)], ["view", "permute", "reshape"]),
     (rank_7, [(1, 2, 8, 64)], ["view", "permute", "reshape"]),
     (lambda x: torch.fft.fft(x).abs(), [(1, 8)], ["fft_fft"]),
 ]
@@ -186,6 +191,7 @@ def test_rank_6_windows_are_refused_without_the_rule_for_them(monkeypatch):
         (windows, [(1, 16, 16, 8)]),
         (lambda x: windows(x.relu()).relu(), [(2, 16, 16, 8)]),
         (windows_with_work_inside, [(1, 16, 16, 8)]),
+        (swapped_unit_axes, [(1, 4, 16, 8)]),
         (rank_7, [(1, 2, 8, 64)]),
         (lambda x: F.layer_norm(x.relu(), (16,)), [(1, 2, 4, 16, 16)]),
         (lambda x: x.relu().roll((3, 3), (2, 3)).tril(), [MAP]),

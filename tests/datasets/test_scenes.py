@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lumen_lab.datasets import ATTRIBUTES, ComposedScenes, matte_attributes
-from lumen_lab.datasets.scenes import IMAGENET_MEAN, IMAGENET_STD
 from lumen_lab.errors import DatasetError
+from lumen_lab.images import IMAGENET_MEAN, IMAGENET_STD
 
 SIZE = (64, 96)
 

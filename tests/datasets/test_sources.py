@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import stat
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -110,7 +112,57 @@ def test_tiny_and_blank_pictures_are_dropped(tmp_path):
 def test_a_broken_file_is_counted(tmp_path):
     root = write_folder(tmp_path / "one", foregrounds=1, backgrounds=1)
     (root / "foregrounds" / "broken.png").write_bytes(b"\x89PNG not at all")
-    assert open_sources(root, cache=False).index.dropped == {"foreground: unreadable": 1}
+    assert open_sources(root, cache=False).index.dropped == {"foreground: unreadable, or above the pixel limit": 1}
+
+
+def test_one_huge_picture_does_not_end_the_scan(tmp_path):
+    root = write_folder(tmp_path / "one", foregrounds=1, backgrounds=1)
+    # Headers alone: the smaller is above the library's limit, the larger above the one at which Pillow raises.
+    for name, side_px in (("large", 12_000), ("bomb", 60_000)):
+        header = struct.pack(">4sIIBBBBB", b"IHDR", side_px, side_px, 8, 6, 0, 0, 0)
+        chunk = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+        (root / "foregrounds" / f"{name}.png").write_bytes(b"\x89PNG\r\n\x1a\n" + chunk)
+    index = open_sources(root, cache=False).index
+    assert index.dropped == {"foreground: unreadable, or above the pixel limit": 2}
+    assert index.kept["foreground"] == 1
+
+
+def test_pictures_are_turned_as_their_exif_says(tmp_path):
+    root = write_folder(tmp_path / "one", foregrounds=0, backgrounds=0)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # stored lying on its left side
+    stored = {"foreground": cut_out(5, (64, 90)), "background": grainy((240, 300), 5)}
+    for kind, pixels in stored.items():
+        Image.fromarray(pixels).save(root / f"{kind}s" / "turned.png", exif=exif)
+    bank = open_sources(root, cache=False)
+    kept = {source.kind: pixels for source, pixels in zip(bank.index.sources, bank.pixels, strict=True)}
+    assert np.array_equal(kept["background"], np.rot90(stored["background"], -1))
+    assert kept["foreground"].shape[0] == kept["foreground"].shape[1] == 60
+    solid = np.rot90(stored["foreground"][2:62, 15:75], -1)
+    inside = solid[..., 3] == 255
+    assert np.array_equal(kept["foreground"][inside], solid[inside])
+
+
+def test_decoded_pixels_are_those_of_pillow_s_own_thumbnail(tmp_path):
+    """A large JPEG is decoded at a fraction of its size: the same pixels for whoever scans the same folder."""
+    root = write_folder(tmp_path / "one", foregrounds=0, backgrounds=0)
+    Image.fromarray(cut_out(5, (500, 700), 240)).save(root / "foregrounds" / "large.png")
+    Image.fromarray(grainy((2100, 2300), 5)).save(root / "backgrounds" / "large.jpg", quality=90)
+    bank = open_sources(root, cache=False)
+    kept = {source.kind: pixels for source, pixels in zip(bank.index.sources, bank.pixels, strict=True)}
+    with Image.open(root / "backgrounds" / "large.jpg") as image:
+        image.draft("RGB", (1024, 1024))
+        image.load()
+        assert image.size == (1150, 1050)
+        picture = image.copy()
+    picture.thumbnail((512, 512), Image.Resampling.BOX)
+    assert np.array_equal(kept["background"], np.array(picture))
+    picture = Image.fromarray(cut_out(5, (500, 700), 240))
+    picture.thumbnail((384, 384), Image.Resampling.BOX)
+    alpha = np.array(picture)[..., 3]
+    rows, columns = np.nonzero(alpha > 8)
+    window = alpha[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
+    assert np.array_equal(kept["foreground"][..., 3], window)
 
 
 def test_names_with_spaces_and_any_case_are_read(tmp_path):

@@ -116,7 +116,7 @@ def test_a_missing_file_or_manifest_is_refused(own_copy):
     manifest_path(context).unlink()
     with pytest.raises(ArtifactError, match="no manifest"):
         emulate(context, pictures(1)[0])
-    with pytest.raises(ArtifactError, match="no compiled network .*none_ctx.onnx"):
+    with pytest.raises(ArtifactError, match="no artefact .*none_ctx.onnx"):
         emulate(context.with_name("none_ctx.onnx"), pictures(1)[0])
 
 

@@ -85,6 +85,11 @@ def test_difference_at_a_given_limit_and_between_equal_masks():
         difference_map(MASK, MASK.T)
 
 
+def test_difference_has_its_title_above_what_was_measured():
+    axes = difference_map(MASK, MASK * 0.5, title="portrait").axes[0]
+    assert axes.get_title() == "portrait\nactual − reference\nmax 0.5, mean 0.125"
+
+
 def test_a_notebook_shows_the_figure_as_png():
     pixels = pixels_of(mask_overlay(IMAGE, MASK))
     assert pixels.shape[0] > 200 and pixels.std() > 10

@@ -128,7 +128,7 @@ def test_large_photographs_are_shown_smaller():
     widget = MaskCompare(IMAGE, MASKS, max_side_px=100)
     assert decoded(widget.photograph).shape == (20, 100, 3)
     np.testing.assert_array_equal(
-        decoded(widget.masks["float"]), np.rint(images.from_network_output(FLOAT, size=(20, 100)) * 255)
+        decoded(widget.masks["float"]), np.rint(images.resize_mask(FLOAT, size=(20, 100)) * 255)
     )
 
 
