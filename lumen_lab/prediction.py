@@ -80,11 +80,12 @@ def run_all(model_or_artifact: Predictor, inputs: list[np.ndarray]) -> list[np.n
 
 def run_network(model: nn.Module, value: np.ndarray) -> np.ndarray:
     """One forward pass without gradients, in the network's own dtype and on its device."""
-    if model.training:
+    if any(module.training for module in model.modules()):
         raise LumenError("The network is in training mode, where batch statistics decide the mask; call .eval() first.")
-    parameter = next(model.parameters())
+    image = torch.from_numpy(value)
+    parameter = next(model.parameters(), image)
     with torch.no_grad():
-        return model(torch.from_numpy(value).to(parameter)).float().cpu().numpy()
+        return model(image.to(parameter)).float().cpu().numpy()
 
 
 def run_artifact(path: Path, inputs: list[np.ndarray]) -> list[np.ndarray]:
@@ -95,8 +96,18 @@ def run_artifact(path: Path, inputs: list[np.ndarray]) -> list[np.ndarray]:
 
         return [next(iter(outputs.values())).astype(np.float32) for outputs in emulate(path, inputs)]
     session = onnx_session(path)
-    name = session.get_inputs()[0].name
-    return [session.run(None, {name: value})[0] for value in inputs]
+    return [run_session(session, path, value) for value in inputs]
+
+
+def run_session(session, path: Path, value: np.ndarray) -> np.ndarray:
+    """The first output for one image; ``ArtifactError`` if the file does not take an image of this size and type."""
+    try:
+        return session.run(None, {session.get_inputs()[0].name: value})[0]
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ArtifactError(
+            f"{path} cannot be run on an image of {value.shape[-2:]} ({value.dtype}): {reason}"
+        ) from None
 
 
 def onnx_session(path: Path):

@@ -12,6 +12,7 @@ own (``htp_child.py``). An artefact is a folder ``<out_dir>/<model>_<chip>/`` th
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -22,6 +23,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from filelock import FileLock
 
 from lumen_lab.chips import Chip, find_chip
 from lumen_lab.deploy import model_file, qnn_graph
@@ -82,16 +85,23 @@ def compile_for_chip(
     name = f"{onnx_path.stem}_{chip.name}"
     options = _provider_options(chip, vtcm_mb, optimization_mode, provider_options or {})
     made_from = model_file.content_hashes(onnx_path, model) | {"options": json.dumps(options, sort_keys=True)}
-    if reuse and (earlier := _earlier_report(Path(out_dir) / name, made_from)):
-        return earlier
-    with _workspace(Path(out_dir), name, model_file.model_bytes(onnx_path, model)) as folder:
-        outcome = _run_compiler(onnx_path, folder, name, options, time_limit_s, progress)
-        context = _read_context(folder, name, chip, model, outcome, time_limit_s)
-        report = _report(folder, name, chip, model, context, onnx_path.name, options, made_from["onnx"])
-        _write_manifest(folder, name, report, model, made_from)
-        report.save(folder / f"{name}.report.json")
-        artifact = _publish(folder, Path(out_dir), name)
-    return CompileReport.load(artifact / f"{name}.report.json")
+    with _one_at_a_time(Path(out_dir) / name):
+        if reuse and (earlier := _earlier_report(Path(out_dir) / name, made_from)):
+            return earlier
+        with _workspace(Path(out_dir), name, model_file.model_bytes(onnx_path, model)) as folder:
+            outcome = _run_compiler(onnx_path, folder, name, options, time_limit_s, progress)
+            context = _read_context(folder, name, chip, model, outcome, time_limit_s)
+            report = _report(folder, name, chip, model, context, onnx_path.name, options, made_from["onnx"])
+            _write_manifest(folder, name, report, model, made_from)
+            report.save(folder / f"{name}.report.json")
+            artifact = _publish(folder, Path(out_dir), name)
+        return CompileReport.load(artifact / f"{name}.report.json")
+
+
+def _one_at_a_time(artifact: Path) -> FileLock:
+    """A lock on one artefact: of two notebooks that want it, the second waits and takes what the first has made."""
+    key = hashlib.sha256(os.fsencode(artifact.resolve())).hexdigest()[:16]
+    return FileLock(Path(tempfile.gettempdir()) / f"lumen_lab_{os.getuid() if hasattr(os, 'getuid') else 0}_{key}.lock")
 
 
 def _earlier_report(artifact: Path, made_from: Mapping[str, str]) -> CompileReport | None:

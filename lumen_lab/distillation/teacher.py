@@ -7,6 +7,8 @@ left in OUT_DIR/teacher.safetensors with a manifest, beside the learning curve (
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from lumen_lab.datasets.scenes import ComposedScenes
+from lumen_lab.datasets.sources import open_sources
 from lumen_lab.distillation.training import Recipe, recipe_record, train
 from lumen_lab.network.birefnet import BiRefNet
 from lumen_lab.network.checkpoints import save_weights
@@ -26,6 +29,14 @@ RECIPE = Recipe(steps=2000, batch=8, sizes=((0.0, (128, 128)), (0.8, MICRO.image
 def training_scenes(sources: str, recipe: Recipe, size: tuple[int, int]) -> ComposedScenes:
     """The endless training split at one size (H, W)."""
     return ComposedScenes(sources, split="train", size=size, length=recipe.steps * recipe.batch, seed=recipe.seed)
+
+
+def describe_sources(sources: str) -> str:
+    """What the scenes were composed from: counts, and a hash of every picture's name and split."""
+    index = open_sources(sources).index
+    digest = hashlib.sha256(json.dumps(index.to_json(), sort_keys=True).encode()).hexdigest()
+    kept = [f"{row['kept']} {row['kind']}s ({row['train']} train)" for row in index.rows() if "kept" in row]
+    return f"{', '.join(kept)}; index sha256 {digest}"
 
 
 def held_out_scores(model: nn.Module, sources: str, *, scenes: int = 200, seed: int = 1) -> dict[str, float]:
@@ -56,6 +67,7 @@ def main() -> None:
     made_from = {
         "command": "python -m lumen_lab.distillation.teacher SOURCES OUT_DIR",
         "recipe": recipe_record(RECIPE),
+        "sources": describe_sources(arguments.sources),
         "held-out scores (200 composed scenes, test split, seed 1)": ", ".join(
             f"{k} {v:.4f}" for k, v in scores.items()
         ),

@@ -1,0 +1,251 @@
+"""The same door for a network, an ONNX file, a compiled binary and a function."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+from torch import nn
+
+import lumen_lab
+from lumen_lab.errors import ArtifactError, LumenError
+from lumen_lab.prediction import predict, predict_all, working_size
+from lumen_lab.specs import Manifest, TensorSpec, file_sha256, manifest_path
+
+SIZE = (32, 48)
+
+
+def photograph(height: int, width: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def channel_mean(value: np.ndarray) -> np.ndarray:
+    """Logits of the stand-in network: the mean of the three channels."""
+    return value.mean(axis=1, keepdims=True)
+
+
+def write_stand_in(path: Path, shape: tuple = (1, 3, *SIZE)) -> Path:
+    """An ONNX file of ``channel_mean``, without a manifest."""
+    image = helper.make_tensor_value_info("image", TensorProto.FLOAT, shape)
+    logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, (shape[0], 1, *shape[2:]))
+    axes = helper.make_tensor("axes", TensorProto.INT64, [1], [1])
+    node = helper.make_node("ReduceMean", ["image", "axes"], ["logits"], keepdims=1)
+    graph = helper.make_graph([node], "stand_in", [image], [logits], [axes])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9), path)
+    return path
+
+
+def write_manifest(path: Path, *, size: tuple = SIZE, chip: str | None = None) -> Path:
+    """A manifest beside ``path`` that fits it; with ``chip``, that of a compiled context."""
+    Manifest(
+        kind="onnx" if chip is None else "htp context",
+        made_from={},
+        versions={},
+        inputs=(TensorSpec("image", (1, 3, *size), "NCHW", "float32"),),
+        outputs=(TensorSpec("logits", (1, 1, *size), "NCHW", "float32"),),
+        files={path.name: file_sha256(path)},
+        chip=chip,
+    ).save(manifest_path(path))
+    return path
+
+
+class TinyMean(nn.Module):
+    """The stand-in as a network with one weight, a batch norm that changes nothing in eval mode, and no ``config``."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.norm = nn.BatchNorm2d(1, eps=0)
+
+    def forward(self, image):
+        return self.norm(self.weight * image.mean(dim=1, keepdim=True))
+
+
+@pytest.fixture(scope="module")
+def exported(tiny, tmp_path_factory) -> Path:
+    return lumen_lab.export_onnx(tiny, tmp_path_factory.mktemp("exported") / "tiny.onnx")
+
+
+@pytest.fixture
+def stand_in(tmp_path) -> Path:
+    return write_manifest(write_stand_in(tmp_path / "net.onnx"))
+
+
+# The mask
+
+
+@pytest.mark.parametrize("size", [(37, 53), (1, 1), (3, 400), (131, 64)])
+def test_a_mask_has_the_size_of_its_photograph(tiny, size):
+    mask = predict(tiny, photograph(*size))
+    assert mask.shape == size
+    assert mask.dtype == np.float32
+    assert 0 <= mask.min() <= mask.max() <= 1
+
+
+def test_a_mask_is_the_sigmoid_of_the_logits_at_the_working_size():
+    seen = []
+
+    def half_on(value):
+        seen.append((value.shape, value.dtype))
+        logits = np.full((1, 1, *SIZE), -30, np.float32)
+        logits[..., : SIZE[1] // 2] = 0
+        return logits
+
+    mask = predict(half_on, photograph(64, 96), size=SIZE)
+    assert seen == [((1, 3, *SIZE), np.float32)]
+    np.testing.assert_allclose(mask[:, :40], 0.5, atol=1e-6)
+    np.testing.assert_allclose(mask[:, 56:], 0, atol=1e-6)
+
+
+def test_several_photographs_get_their_own_masks_in_order():
+    pictures = [photograph(37, 53), photograph(20, 11, seed=1), photograph(37, 53, seed=2)]
+    masks = predict_all(channel_mean, pictures, size=SIZE)
+    for mask, picture in zip(masks, pictures, strict=True):
+        np.testing.assert_array_equal(mask, predict(channel_mean, picture, size=SIZE))
+    assert np.abs(masks[0] - masks[2]).max() > 0.01
+
+
+# Networks and functions
+
+
+def test_a_network_works_at_its_own_size_unless_told(tiny):
+    assert working_size(tiny) == tiny.config.image_size
+    picture = photograph(70, 90)
+    np.testing.assert_array_equal(predict(tiny, picture), predict(tiny, picture, size=tiny.config.image_size))
+    assert np.abs(predict(tiny, picture) - predict(tiny, picture, size=(32, 32))).max() > 1e-4
+
+
+def test_a_network_computes_in_its_own_dtype():
+    picture = photograph(37, 53)
+    single, double = (
+        predict(TinyMean().to(dtype).eval(), picture, size=SIZE) for dtype in (torch.float32, torch.float64)
+    )
+    np.testing.assert_allclose(single, double, atol=1e-6)
+
+
+@pytest.mark.parametrize("model", [channel_mean, TinyMean().eval()])
+def test_what_states_no_size_needs_one(model):
+    with pytest.raises(LumenError, match=r"does not state its image size; pass size=\(H, W\)"):
+        predict(model, photograph(8, 8))
+    assert predict(model, photograph(9, 7), size=SIZE).shape == (9, 7)
+
+
+@pytest.mark.parametrize("part", ["", "norm"])
+def test_a_network_in_training_mode_is_refused_and_left_as_it_was(part):
+    model = TinyMean().eval()
+    model.get_submodule(part).train()
+    with pytest.raises(LumenError, match=r"in training mode.*call \.eval\(\) first"):
+        predict(model, photograph(8, 8), size=SIZE)
+    assert model.norm.num_batches_tracked == 0
+
+
+def test_a_network_without_weights_can_predict():
+    class Mean(nn.Module):
+        def forward(self, image):
+            return image.mean(dim=1, keepdim=True)
+
+    picture = photograph(37, 53)
+    expected = predict(channel_mean, picture, size=SIZE)
+    np.testing.assert_allclose(predict(Mean().eval(), picture, size=SIZE), expected, atol=1e-6)
+
+
+# ONNX files
+
+
+@pytest.mark.slow
+def test_a_network_and_its_onnx_file_give_the_same_mask(tiny, exported):
+    picture = photograph(75, 101)
+    expected = predict(tiny, picture)
+    assert np.ptp(expected) > 0.01
+    np.testing.assert_allclose(predict(exported, picture), expected, rtol=0, atol=1e-4)
+    assert working_size(exported) == tiny.config.image_size
+
+
+@pytest.mark.parametrize("as_given", [str, Path])
+def test_an_onnx_file_works_at_the_size_of_its_manifest(stand_in, as_given):
+    picture = photograph(37, 53)
+    expected = predict(channel_mean, picture, size=SIZE)
+    np.testing.assert_allclose(predict(as_given(stand_in), picture), expected, atol=1e-6)
+
+
+def test_an_onnx_file_without_a_manifest_works_at_its_own_size(tmp_path):
+    path = write_stand_in(tmp_path / "elsewhere.onnx")
+    assert working_size(path) == SIZE
+    picture = photograph(37, 53)
+    expected = predict(channel_mean, picture, size=SIZE)
+    np.testing.assert_allclose(predict(path, picture), expected, atol=1e-6)
+
+
+def test_an_onnx_file_of_open_shape_needs_a_size(tmp_path):
+    path = write_stand_in(tmp_path / "open.onnx", (1, 3, "height", "width"))
+    with pytest.raises(ArtifactError, match=r"not one fixed \(1, 3, H, W\); pass size"):
+        predict(path, photograph(8, 8))
+    assert predict(path, photograph(9, 7), size=SIZE).shape == (9, 7)
+
+
+@pytest.mark.parametrize("size", [None, SIZE])
+def test_a_changed_onnx_file_is_refused(stand_in, size):
+    content = bytearray(stand_in.read_bytes())
+    content[len(content) // 2] ^= 1
+    stand_in.write_bytes(content)
+    with pytest.raises(ArtifactError, match="net.onnx does not fit its manifest"):
+        predict(stand_in, photograph(8, 8), size=size)
+
+
+def test_a_size_that_the_file_does_not_take_is_refused(stand_in):
+    with pytest.raises(ArtifactError, match=r"net.onnx cannot be run on an image of \(64, 64\)"):
+        predict(stand_in, photograph(8, 8), size=(64, 64))
+
+
+@pytest.mark.parametrize("size", [None, SIZE])
+def test_a_missing_file_is_named(tmp_path, size):
+    with pytest.raises(ArtifactError, match=r"predict with .*none\.onnx, which is not there; export or compile it"):
+        predict(tmp_path / "none.onnx", photograph(8, 8), size=size)
+
+
+def test_a_file_that_went_missing_beside_its_manifest_is_named(stand_in):
+    stand_in.unlink()
+    with pytest.raises(ArtifactError, match="There is no artefact .*net.onnx"):
+        predict(stand_in, photograph(8, 8))
+
+
+def test_a_file_that_is_no_onnx_model_is_refused(tmp_path):
+    (tmp_path / "text.onnx").write_text("a letter")
+    with pytest.raises(ArtifactError, match="text.onnx is not a model that onnxruntime can run"):
+        predict(tmp_path / "text.onnx", photograph(8, 8))
+
+
+# Compiled contexts
+
+
+@pytest.fixture
+def context(tmp_path) -> Path:
+    """A file that only the emulation could read, with the manifest of a compiled context."""
+    path = tmp_path / "net_sm8850_ctx.onnx"
+    path.write_bytes(b"names a binary")
+    return write_manifest(path, chip="sm8850")
+
+
+def test_a_compiled_context_runs_once_in_the_emulation(context, monkeypatch):
+    calls = []
+
+    def emulate(path, inputs):
+        calls.append((path, [value.shape for value in inputs]))
+        return [{"logits": channel_mean(value).astype(np.float16)} for value in inputs]
+
+    monkeypatch.setattr("lumen_lab.deploy.htp.emulate", emulate)
+    pictures = [photograph(37, 53), photograph(20, 11, seed=1)]
+    masks = predict_all(context, pictures)
+    assert calls == [(context, [(1, 3, *SIZE)] * 2)]
+    assert [mask.dtype for mask in masks] == [np.float32] * 2
+    for mask, picture in zip(masks, pictures, strict=True):
+        np.testing.assert_allclose(mask, predict(channel_mean, picture, size=SIZE), atol=1e-3)
+
+
+def test_a_changed_context_does_not_reach_the_emulation(context, monkeypatch):
+    monkeypatch.setattr("lumen_lab.deploy.htp.emulate", lambda *_: pytest.fail("emulated a changed file"))
+    context.write_bytes(b"names another binary")
+    with pytest.raises(ArtifactError, match="does not fit its manifest"):
+        predict(context, photograph(8, 8))
