@@ -105,6 +105,9 @@ class Table:
     lines: Iterable[Mapping[str, object]]
     caption: str = ""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lines", tuple(self.lines))  # a generator would be empty when shown again
+
     def _repr_html_(self) -> str:
         return html_table(self.lines, caption=self.caption)
 
@@ -220,6 +223,9 @@ class Manifest(Record):
         values = dict(values)
         for side in {"inputs", "outputs"} & values.keys():
             values[side] = [TensorSpec.from_json(spec) for spec in values[side]]
+        files = values.get("files", {})
+        if not isinstance(files, dict) or not all(isinstance(digest, str) for digest in files.values()):
+            raise ArtifactError("The saved Manifest is damaged (files maps names to hashes); make the artefact again.")
         return super().from_json(values)
 
     @classmethod

@@ -15,9 +15,11 @@ from lumen_lab.errors import ArtifactError, LumenError
 from lumen_lab.specs import (
     Manifest,
     Record,
+    Table,
     TensorSpec,
     file_sha256,
     html_table,
+    manifest_path,
     replacing,
     tool_versions,
     write_whole,
@@ -122,6 +124,15 @@ def test_a_record_shows_itself_as_a_table():
     assert "a&lt;b" in Point(3, "a<b")._repr_html_()
 
 
+def test_a_table_shows_its_lines_each_time_it_is_asked():
+    table = Table(({"chip": name} for name in ("<v81>", "v75")), caption="a & b")
+    for _ in range(2):
+        text = table._repr_html_()
+        assert "<caption>a &amp; b</caption>" in text
+        assert text.count("<tr>") == 3
+        assert "&lt;v81&gt;" in text
+
+
 # JSON
 
 
@@ -195,6 +206,55 @@ def test_files_are_checked_against_their_hashes(tmp_path):
     path.unlink()
     with pytest.raises(ArtifactError, match="a.bin is listed in its manifest but is not there"):
         record.check_files(tmp_path)
+
+
+@pytest.fixture
+def artefact(tmp_path):
+    """A file with the manifest that fits it."""
+    path = write_whole(tmp_path / "a.onnx", b"abc")
+    manifest({"a.onnx": file_sha256(path)}).save(manifest_path(path))
+    return path
+
+
+@pytest.mark.parametrize("as_given", [str, Path])
+def test_a_good_artefact_has_its_manifest_beside_it(artefact, as_given):
+    assert Manifest.beside(as_given(artefact)) == manifest({"a.onnx": file_sha256(artefact)})
+
+
+def test_an_artefact_that_is_not_there_is_said_to_be_missing(artefact):
+    artefact.unlink()
+    with pytest.raises(ArtifactError, match="There is no artefact .*a.onnx; make it first"):
+        Manifest.beside(artefact)
+
+
+def test_an_artefact_without_a_manifest_is_refused(artefact):
+    manifest_path(artefact).unlink()
+    with pytest.raises(ArtifactError, match=r"no manifest a\.onnx\.manifest\.json beside .*a.onnx"):
+        Manifest.beside(artefact)
+
+
+def test_the_manifest_of_another_file_is_refused(artefact):
+    other = write_whole(artefact.with_name("b.onnx"), b"abc")
+    manifest_path(artefact).rename(manifest_path(other))
+    with pytest.raises(ArtifactError, match=r"b\.onnx\.manifest\.json is the manifest of a\.onnx, not of .*b\.onnx"):
+        Manifest.beside(other)
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_an_artefact_with_one_bit_flipped_is_refused(artefact, place):
+    content = bytearray(artefact.read_bytes())
+    content[place] ^= 1
+    artefact.write_bytes(content)
+    with pytest.raises(ArtifactError, match="a.onnx does not fit its manifest"):
+        Manifest.beside(artefact)
+
+
+@pytest.mark.parametrize("files", [None, 3, ["a.onnx"], "a.onnx", {"a.onnx": None}])
+def test_a_manifest_whose_list_of_files_is_damaged_is_refused(artefact, files):
+    values = manifest().to_json() | {"files": files}
+    manifest_path(artefact).write_text(json.dumps(values))
+    with pytest.raises(ArtifactError, match="damaged"):
+        Manifest.beside(artefact)
 
 
 def test_versions_of_what_is_not_installed_are_absent():

@@ -94,8 +94,8 @@ def test_hooks_come_off_when_the_block_fails(net, opened):
 
 
 def test_an_unknown_path_names_the_nearest_and_leaves_no_hook(net):
-    with pytest.raises(KeyError, match="No module at 'scael'; the nearest are .'scale'"):
-        tap(net, ["act", "scael"]).__enter__()
+    with pytest.raises(KeyError, match="No module at 'haed'; the nearest are .'head'"):
+        tap(net, ["act", "haed"]).__enter__()
     assert hooks(net) == 0
 
 
@@ -129,3 +129,18 @@ def test_with_shapes_only_nothing_is_computed():
     assert tuple(out.shape) == (1000, 64, 4096, 4096)
     assert not out.requires_grad
     assert torch.zeros(1).item() == 0
+
+
+def test_with_shapes_only_a_network_in_training_mode_keeps_its_statistics():
+    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).train()
+    with shapes_only():
+        network(torch.ones(2, 3, 8, 8))
+    assert torch.equal(network[1].running_mean, torch.zeros(4))
+    assert torch.equal(network[1].running_var, torch.ones(4))
+
+
+def test_with_shapes_only_no_value_is_there_to_be_read():
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+
+    with shapes_only(), pytest.raises(DataDependentOutputException):
+        nn.Linear(2, 1)(torch.ones(1, 2)).item()

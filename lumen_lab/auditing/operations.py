@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from lumen_lab.auditing import cost
@@ -150,11 +151,16 @@ def _settings(op: TracedOp) -> tuple[tuple[str, object], ...]:
     """Arguments that are plain values, but for those that the shapes and the type say already."""
     found = []
     for name, value in op.arguments.items():
-        value = tuple(value) if isinstance(value, list | tuple) else value
-        plain = all(isinstance(v, int | float | str) for v in (value if isinstance(value, tuple) else (value,)))
-        if plain and name not in SAID_BY_SHAPES:
-            found.append((name, value))
+        values = tuple(value) if isinstance(value, list | tuple) else (value,)
+        if all(isinstance(item, int | float | str) for item in values) and name not in SAID_BY_SHAPES:
+            values = tuple(map(_with_a_word_in_json, values))
+            found.append((name, values if isinstance(value, list | tuple) else values[0]))
     return tuple(found)
+
+
+def _with_a_word_in_json(value: object) -> object:
+    """``value``, or the text "inf", "-inf" or "nan" (a mask is often filled with -inf, for which JSON has no word)."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _shapes(tensors) -> tuple[tuple[int, ...], ...]:

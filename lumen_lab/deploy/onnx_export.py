@@ -49,7 +49,10 @@ def export_onnx(
     proto = traced(model, example_inputs, input_names, output_names)
     strip_private(proto)
     write_proto(proto, path)
-    onnx_manifest(proto, path, origin).save(manifest_path(path))
+    try:
+        onnx_manifest(proto, path, origin).save(manifest_path(path))
+    except OSError as error:
+        raise ExportError(f"{manifest_path(path)} cannot be written: {error.strerror or error}.") from None
     return path
 
 

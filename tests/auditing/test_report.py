@@ -91,7 +91,7 @@ def test_a_saved_report_is_the_same_report(report, tmp_path):
     path = report.save(tmp_path / "audit.json")
     loaded = AuditReport.load(path)
     assert loaded == report
-    assert loaded.operations[-1].setting("other") == float("inf")
+    assert loaded.operations[-1].setting("other") == "inf"
     assert loaded.save(tmp_path / "again.json").read_bytes() == path.read_bytes()
 
 

@@ -196,11 +196,17 @@ def test_a_failure_while_writing_leaves_the_earlier_file(tmp_path, monkeypatch, 
         monkeypatch.setattr(onnx, "save", full)
     else:
         monkeypatch.setattr(onnx.checker, "check_model", invalid)
-    with pytest.raises(ExportError if failing == "save" else onnx.checker.ValidationError):
+    with pytest.raises(ExportError, match="No space left" if failing == "save" else "not valid ONNX"):
         export_onnx(nn.Sequential(small()).eval(), path, example_inputs=example)
     assert path.read_bytes() == before
     assert sorted(tmp_path.iterdir()) == [path, manifest_path(path)]
     Manifest.beside(path)
+
+
+def test_a_manifest_that_cannot_be_written_is_named(tmp_path):
+    manifest_path(tmp_path / "a.onnx").mkdir()
+    with pytest.raises(ExportError, match=r"a\.onnx\.manifest\.json cannot be written"):
+        export_onnx(small(), tmp_path / "a.onnx", example_inputs=(torch.zeros(1, 3, 8, 8),))
 
 
 # What is taken as it is

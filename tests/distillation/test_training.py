@@ -1,4 +1,4 @@
-"""The training loop: the same numbers after a kill, refusals, and what it leaves behind."""
+"""The training loop: the same numbers after a kill, a refusal of what does not belong, and a loss that falls."""
 
 import csv
 import dataclasses
@@ -8,173 +8,232 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from lumen_lab.distillation.training import Recipe, parameter_groups, recipe_record, train, update_average
+from lumen_lab.distillation.losses import LossWeights
+from lumen_lab.distillation.training import Recipe, open_log, parameter_groups, recipe_record, train, update_average
 from lumen_lab.errors import ArtifactError, LumenError
-from lumen_lab.network.birefnet import BiRefNet
+from lumen_lab.network import BiRefNet
+from lumen_lab.network.deform import DeformableConv2d
 
-SIZE = (64, 96)
-SHORT = Recipe(steps=6, batch=2, warmup_steps=2, sizes=((0.0, SIZE),), seed=3)
+RECIPE = Recipe(steps=6, batch=2, warmup_steps=2, sizes=((0.0, (64, 64)), (0.5, (64, 96))))
+
+
+class Killed(Exception):
+    """In place of a kill from outside."""
 
 
 class Ellipses(Dataset):
-    """A bright ellipse on noise; scene i depends on i alone. From scene ``nan_from`` on, images hold a NaN."""
+    """A bright ellipse on noise; item i depends on i alone."""
 
-    def __init__(self, size, *, only=None, nan_from=math.inf):
-        self.size, self.only, self.nan_from = size, only, nan_from
+    def __init__(self, size, *, kill_at=None):
+        self.size, self.kill_at = size, kill_at
 
     def __len__(self):
-        return 1_000
+        return 1000
 
     def __getitem__(self, index):
-        generator = torch.Generator().manual_seed(index if self.only is None else self.only)
-        y, x, radius = torch.rand(3, generator=generator).tolist()
-        rows = torch.linspace(-1, 1, self.size[0])[:, None] - (y - 0.5)
-        columns = torch.linspace(-1, 1, self.size[1])[None] - (x - 0.5)
-        matte = (rows**2 + 2 * columns**2 < (0.3 + 0.3 * radius) ** 2).float()[None]
-        image = 0.3 * torch.randn(3, *self.size, generator=generator) + 2 * matte - 1
-        if index >= self.nan_from:
-            image[0, 0, 0] = math.nan
-        return {"image": image, "matte": matte}
+        if self.kill_at is not None and index >= self.kill_at:
+            raise Killed
+        draw = torch.Generator().manual_seed(index)
+        y = torch.linspace(-1, 1, self.size[0])[:, None]
+        x = torch.linspace(-1, 1, self.size[1])[None]
+        center, radius = torch.rand(2, generator=draw) - 0.5, 0.3 + 0.4 * torch.rand(2, generator=draw)
+        inside = ((x - center[0]) / radius[0]) ** 2 + ((y - center[1]) / radius[1]) ** 2 < 1
+        matte = inside.float()[None]
+        return {"image": 2 * matte + 0.3 * torch.randn(3, *self.size, generator=draw), "matte": matte}
 
 
-@pytest.fixture(scope="module")
-def network(tiny_config):
-    """A freshly initialised small network."""
+@pytest.fixture
+def run(tiny_config, tmp_path):
+    """``run(name, ...)``: trains a network, always with the same first weights, in a folder of that name."""
+
+    def start(name, recipe=RECIPE, scenes=Ellipses, **options):
+        torch.manual_seed(0)
+        options = {"workers": 0, "log_every": 1, "checkpoint_every": 100} | options
+        return train(BiRefNet(tiny_config), scenes, recipe, tmp_path / name, **options)
+
+    return start
+
+
+def equal(first, second):
+    first, second = first.state_dict(), second.state_dict()
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def rows(folder):
+    with (folder / "log.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_run_that_was_stopped_and_resumed_is_the_same_bit_for_bit(run, tmp_path):
+    whole = run("whole")
+    run("parts", stop_after=3)
+    assert len(rows(tmp_path / "parts")) == 3
+    torch.manual_seed(99)  # whatever was drawn before a run has no say in it
+    resumed = run("parts")
+    assert equal(resumed, whole)
+    assert (tmp_path / "parts" / "log.csv").read_bytes() == (tmp_path / "whole" / "log.csv").read_bytes()
+    assert [row["step"] for row in rows(tmp_path / "whole")] == list("012345")
+
+
+def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(run, tmp_path):
+    whole = run("whole")
+    with pytest.raises(Killed):
+        run("killed", scenes=lambda size: Ellipses(size, kill_at=10), checkpoint_every=2)
+    assert len(rows(tmp_path / "killed")) == 5  # one line more than the checkpoint, which is of step 4
+    with (tmp_path / "killed" / "log.csv").open("a") as file:
+        file.write("5,9.1e-0")  # a line that the kill has cut
+    assert equal(run("killed"), whole)
+    assert (tmp_path / "killed" / "log.csv").read_bytes() == (tmp_path / "whole" / "log.csv").read_bytes()
+    assert sorted(path.name for path in (tmp_path / "killed").iterdir()) == ["checkpoint.pt", "log.csv"]
+
+
+def test_a_worker_process_loads_the_same_scenes(run, tmp_path):
+    run("here", stop_after=2)
+    run("there", stop_after=2, workers=1)
+    assert rows(tmp_path / "here") == rows(tmp_path / "there")
+
+
+def test_a_finished_run_is_not_trained_again(run, tmp_path):
+    first = run("a")
+    again = run("a", scenes=lambda size: pytest.fail("scenes were asked for"))
+    assert equal(first, again)
+
+
+def test_stopping_after_no_step_trains_nothing(run, tmp_path, tiny_config):
+    untrained = run("none", stop_after=0)
     torch.manual_seed(0)
-    return BiRefNet(tiny_config)
+    assert equal(untrained, BiRefNet(tiny_config))
+    assert not (tmp_path / "none" / "checkpoint.pt").exists()
 
 
-def run(network, out_dir, recipe=SHORT, scenes_at=Ellipses, **more):
-    return train(network, scenes_at, recipe, out_dir, workers=0, log_every=1, **more)
+@pytest.mark.parametrize("change", [{"seed": 1}, {"steps": 7}, {"weights": LossWeights(mae=2.0)}])
+def test_a_checkpoint_of_another_recipe_is_refused(run, tmp_path, change):
+    run("a", stop_after=1)
+    before = (tmp_path / "a" / "checkpoint.pt").read_bytes()
+    with pytest.raises(ArtifactError, match="checkpoint.pt was made with another recipe; give another out_dir"):
+        run("a", dataclasses.replace(RECIPE, **change))
+    assert (tmp_path / "a" / "checkpoint.pt").read_bytes() == before
+    assert len(rows(tmp_path / "a")) == 1
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(network, tmp_path_factory):
-    """(trained network, folder) of six steps in one go."""
-    folder = tmp_path_factory.mktemp("whole")
-    return run(network, folder), folder
+def test_another_seed_draws_other_dropout(run, tmp_path):
+    run("a", stop_after=2)
+    run("b", dataclasses.replace(RECIPE, seed=1), stop_after=2)
+    assert rows(tmp_path / "a")[0]["bce"] != rows(tmp_path / "b")[0]["bce"]
 
 
-def assert_same_weights(one, other):
-    one, other = one.state_dict(), other.state_dict()
-    assert list(one) == list(other)
-    different = [name for name in one if not torch.equal(one[name], other[name])]
-    assert not different
-
-
-def test_the_rate_warms_up_and_then_falls_as_half_a_cosine():
-    recipe = Recipe(steps=100, learning_rate=0.8, warmup_steps=10)
-    assert recipe.rate_at(0) == pytest.approx(0.8 * 0.1)
-    assert recipe.rate_at(9) == pytest.approx(0.4 * (1 + math.cos(0.09 * math.pi)))
-    assert recipe.rate_at(50) == pytest.approx(0.4)
-    assert recipe.rate_at(75) == pytest.approx(0.4 * (1 - math.sqrt(0.5)))
-    assert 0 < recipe.rate_at(99) < 0.001 * 0.8
-    assert dataclasses.replace(recipe, warmup_steps=0).rate_at(0) == pytest.approx(0.8)
-
-
-def test_the_size_changes_at_its_share_of_the_steps():
-    recipe = Recipe(steps=10, sizes=((0.0, (64, 64)), (0.5, (64, 96)), (0.8, (96, 128))))
-    sizes = [recipe.size_at(step) for step in range(10)]
-    assert sizes == [(64, 64)] * 5 + [(64, 96)] * 3 + [(96, 128)] * 2
-
-
-def test_an_interrupted_run_ends_with_the_same_numbers(network, uninterrupted, tmp_path):
-    whole, folder = uninterrupted
-    halfway = run(network, tmp_path, stop_after=3)
-    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] == 3
-    with (tmp_path / "log.csv").open("a") as log:  # what a kill leaves: steps after the checkpoint, half a line
-        log.write("3,9.999e-04,9.00000,9.00000,9.00000,9.00000,9.00000\n4,9.9")
-    resumed = run(network, tmp_path)
-    assert_same_weights(resumed, whole)
-    assert (tmp_path / "log.csv").read_bytes() == (folder / "log.csv").read_bytes()
-    assert any(not torch.equal(a, b) for a, b in zip(halfway.parameters(), whole.parameters(), strict=True))
-
-
-def test_the_log_has_a_line_for_every_step(uninterrupted):
-    with (uninterrupted[1] / "log.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [int(row["step"]) for row in rows] == list(range(6))
-    assert list(rows[0]) == ["step", "learning_rate", "bce", "iou", "ssim", "mae", "gradient"]
-    assert [float(row["learning_rate"]) for row in rows] == pytest.approx(
-        [SHORT.rate_at(s) for s in range(6)], rel=1e-3
-    )
-    assert all(float(row["bce"]) > 0 for row in rows)
-
-
-def test_a_finished_run_is_not_trained_again(network, uninterrupted):
-    whole, folder = uninterrupted
-    before = (folder / "checkpoint.pt").stat().st_mtime_ns
-    assert_same_weights(run(network, folder), whole)
-    assert (folder / "checkpoint.pt").stat().st_mtime_ns == before
-
-
-def test_a_checkpoint_of_another_recipe_is_refused(network, uninterrupted):
-    folder = uninterrupted[1]
-    before = (folder / "checkpoint.pt").read_bytes()
-    with pytest.raises(ArtifactError, match=r"checkpoint\.pt was made with another recipe"):
-        run(network, folder, dataclasses.replace(SHORT, learning_rate=2e-3))
-    assert (folder / "checkpoint.pt").read_bytes() == before
-
-
-def test_every_setting_of_a_recipe_tells_it_from_another():
-    other = dataclasses.replace(SHORT, weights=dataclasses.replace(SHORT.weights, ssim=9.0))
-    assert recipe_record(other) != recipe_record(SHORT)
-    assert recipe_record(dataclasses.replace(SHORT)) == recipe_record(SHORT)
-
-
-def test_the_result_has_the_published_layout_and_is_in_eval_mode(network, uninterrupted, tiny_config):
-    trained = uninterrupted[0]
-    layout = {name: value.shape for name, value in BiRefNet(tiny_config).state_dict().items()}
-    assert {name: value.shape for name, value in trained.state_dict().items()} == layout
+def test_the_result_has_the_published_layout_and_is_the_average(run, tmp_path, tiny_config):
+    trained = run("a")
+    expected = BiRefNet(tiny_config)
+    assert list(trained.state_dict()) == list(expected.state_dict())
+    assert sum(isinstance(module, DeformableConv2d) for module in trained.modules()) == 20
     assert not any(module.training for module in trained.modules())
+    state = torch.load(tmp_path / "a" / "checkpoint.pt", weights_only=True)
+    name = "decoder.conv_out1.0.weight"
+    assert torch.equal(trained.state_dict()[name], state["average"][name])
+    assert not torch.equal(trained.state_dict()[name], state["model"][name])
     with torch.no_grad():
-        logits = trained(torch.zeros(1, 3, *SIZE))
-    assert logits.shape == (1, 1, *SIZE)
-    assert logits.isfinite().all()
+        assert trained(torch.zeros(1, 3, 64, 96)).shape == (1, 1, 64, 96)
 
 
-def test_the_given_network_is_left_as_it_was(network, uninterrupted, tiny_config):
-    torch.manual_seed(0)
-    assert_same_weights(network, BiRefNet(tiny_config))
-    moved = [n for n, p in uninterrupted[0].named_parameters() if not torch.equal(p, network.get_parameter(n))]
-    assert len(moved) > 0.9 * len(list(network.parameters()))
+def test_the_network_that_was_given_is_not_changed(tiny_config, tmp_path):
+    network = BiRefNet(tiny_config).train()
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    train(network, Ellipses, RECIPE, tmp_path, workers=0, stop_after=1)
+    assert network.training
+    assert all(torch.equal(before[name], value) for name, value in network.state_dict().items())
 
 
-def test_one_scene_can_be_learnt_by_heart(network, tmp_path):
-    recipe = dataclasses.replace(SHORT, steps=24, warmup_steps=4, learning_rate=3e-3)
-    run(network, tmp_path, recipe, lambda size: Ellipses(size, only=5))
-    with (tmp_path / "log.csv").open(newline="") as file:
-        terms = [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
-    losses = [sum(row.values()) - row["step"] - row["learning_rate"] for row in terms]
-    assert sum(losses[-3:]) < 0.6 * sum(losses[:3])
-    assert terms[-1]["iou"] < 0.6 * terms[0]["iou"]
+def test_loss_falls_on_one_scene(run, tmp_path):
+    class Same(Ellipses):
+        def __getitem__(self, index):
+            return super().__getitem__(7)
+
+    recipe = Recipe(steps=40, batch=2, warmup_steps=1, learning_rate=3e-3, sizes=((0.0, (64, 64)),), ema_decay=0.9)
+    trained = run("one", recipe, Same)
+    losses = [sum(float(row[name]) for name in ("bce", "iou", "ssim", "mae")) for row in rows(tmp_path / "one")]
+    assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
+    scene = Same((64, 64))[0]
+    with torch.no_grad():
+        mask = trained(scene["image"][None]).sigmoid()[0]
+    assert float((mask - scene["matte"]).abs().mean()) < 0.2
 
 
-def test_a_loss_that_is_not_a_number_stops_the_run_and_spares_the_checkpoint(network, uninterrupted, tmp_path):
-    with pytest.raises(LumenError, match="loss became nan at step 5"):
-        run(network, tmp_path, scenes_at=lambda size: Ellipses(size, nan_from=10), checkpoint_every=2)
-    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert state["step"] == 4
-    assert all(value.isfinite().all() for part in ("model", "average") for value in state[part].values())
-    assert_same_weights(run(network, tmp_path), uninterrupted[0])
+def test_a_loss_that_is_not_finite_stops_the_run_and_spares_the_checkpoint(run, tmp_path):
+    class Spoiled(Ellipses):
+        def __getitem__(self, index):
+            scene = super().__getitem__(index)
+            return scene if index < 4 else {**scene, "image": scene["image"] * math.nan}
+
+    with pytest.raises(LumenError, match="The loss became nan at step 2; the last checkpoint is unharmed"):
+        run("a", scenes=Spoiled, checkpoint_every=1)
+    state = torch.load(tmp_path / "a" / "checkpoint.pt", weights_only=True)
+    assert state["step"] == 2
+    assert all(value.isfinite().all() for value in state["model"].values())
 
 
-def test_the_encoder_learns_slower_and_biases_norms_and_position_tables_do_not_decay(network):
-    recipe = Recipe(steps=1, encoder_rate=0.25, weight_decay=0.125)
-    names = {id(parameter): name for name, parameter in network.named_parameters()}
-    groups = parameter_groups(network, recipe)
-    found = {names[id(p)]: (g["rate_scale"], g["weight_decay"]) for g in groups for p in g["params"]}
-    assert sum(len(group["params"]) for group in groups) == len(found) == len(names)
-    assert all(rate == (0.25 if name.startswith("bb.") else 1.0) for name, (rate, _) in found.items())
-    still = {name for name, (_, decay) in found.items() if decay == 0}
-    assert {decay for name, (_, decay) in found.items() if name not in still} == {0.125}
-    weights = {f"{n}.weight" for n, m in network.named_modules() if type(m).__name__ in ("Conv2d", "Linear")}
-    assert still == set(found) - weights
-    assert any(name.endswith("relative_position_bias_table") for name in still)
+# Recipes
 
 
-def test_the_average_moves_by_its_share_and_counters_are_copied():
-    average = {"weight": torch.tensor([1.0, 2.0]), "count": torch.tensor(3)}
-    update_average(average, {"weight": torch.tensor([2.0, 0.0]), "count": torch.tensor(7)}, 0.75)
-    assert average["weight"].tolist() == [1.25, 1.5]
-    assert average["count"].item() == 7
+def test_rate_warms_up_and_ends_at_zero():
+    recipe = Recipe(steps=100, learning_rate=1.0, warmup_steps=10)
+    assert recipe.rate_at(0) == pytest.approx(0.1)
+    assert recipe.rate_at(4) == pytest.approx(0.5 * 0.5 * (1 + math.cos(math.pi * 0.04)))
+    assert recipe.rate_at(50) == pytest.approx(0.5)
+    assert recipe.rate_at(99) < 1e-3
+    assert recipe.rate_at(100) == 0
+    rates = [recipe.rate_at(step) for step in range(10, 100)]
+    assert rates == sorted(rates, reverse=True)
+    assert Recipe(steps=10, warmup_steps=0, learning_rate=1.0).rate_at(0) == 1.0
+
+
+def test_size_grows_at_its_share_of_the_steps():
+    recipe = Recipe(steps=10, sizes=((0.0, (64, 96)), (0.5, (96, 96)), (0.8, (128, 160))))
+    assert [recipe.size_at(step) for step in (0, 4, 5, 7, 8, 9)] == [
+        (64, 96), (64, 96), (96, 96), (96, 96), (128, 160), (128, 160)
+    ]  # fmt: skip
+
+
+def test_a_recipe_is_told_apart_by_everything_in_it():
+    assert recipe_record(RECIPE) == recipe_record(dataclasses.replace(RECIPE))
+    fields = {"steps": 7, "weight_decay": 0.5, "sizes": ((0.0, (64, 64)),), "weights": LossWeights(iou=2)}
+    others = [dataclasses.replace(RECIPE, **{name: value}) for name, value in fields.items()]
+    assert len({recipe_record(recipe) for recipe in [RECIPE, *others]}) == 5
+
+
+def test_every_parameter_is_in_one_group_and_norms_do_not_decay(tiny_config):
+    network = BiRefNet(tiny_config)
+    groups = parameter_groups(network, Recipe(steps=1, weight_decay=0.25, encoder_rate=0.5))
+    found = {id(parameter): group for group in groups for parameter in group["params"]}
+    assert sum(len(group["params"]) for group in groups) == len(found) == len(list(network.parameters()))
+    for name, parameter in network.named_parameters():
+        group = found[id(parameter)]
+        plain = parameter.ndim < 2 or "bias_table" in name
+        assert group["weight_decay"] == (0.0 if plain else 0.25), name
+        assert group["rate_scale"] == (0.5 if name.startswith("bb.") else 1.0), name
+
+
+# Parts
+
+
+def test_average_moves_by_its_decay_and_counters_are_copied():
+    average = {"weight": torch.tensor([0.0, 4.0]), "count": torch.tensor(3)}
+    update_average(average, {"weight": torch.tensor([1.0, 0.0]), "count": torch.tensor(9)}, 0.75)
+    assert average["weight"].tolist() == [0.25, 3.0]
+    assert int(average["count"]) == 9
+
+
+def test_log_of_a_new_run_replaces_the_old_one_and_a_resumed_one_keeps_its_start(tmp_path):
+    path = tmp_path / "log.csv"
+    write = open_log(path, 0)
+    for step in range(4):
+        write(step, 1e-3 / (step + 1), {"bce": 1 / 3, "iou": 2.0})
+    before = path.read_text().splitlines()
+    assert before[0] == "step,learning_rate,bce,iou"
+    assert before[2] == "1,5.000e-04,0.33333,2.00000"
+    open_log(path, 2)(2, 7e-4, {"bce": 0.5, "iou": 1.0})
+    after = path.read_text().splitlines()
+    assert after[:3] == before[:3]
+    assert after[3:] == ["2,7.000e-04,0.50000,1.00000"]
+    open_log(path, 0)
+    assert not path.exists()
