@@ -132,10 +132,10 @@ def test_terms_of_an_undecided_mask_by_hand():
 
 
 def test_side_outputs_are_summed_and_gradient_heads_averaged():
-    mask, _ = drawn()
-    image = torch.zeros(2, 3, 8, 10, dtype=torch.float64)
+    mask = drawn()[0].float()
+    image = torch.zeros(2, 3, 8, 10)
     undecided = torch.zeros_like(mask)
-    edges = tuple(torch.zeros(2, 1, h, h + 1, dtype=torch.float64) for h in (1, 2, 4))
+    edges = tuple(torch.zeros(2, 1, h, h + 1) for h in (1, 2, 4))
     one = supervised_loss(SideOutputs((undecided,), edges), image, mask, WEIGHTS)
     four = supervised_loss(SideOutputs((undecided,) * 4, edges), image, mask, WEIGHTS)
     assert list(one) == ["bce", "iou", "ssim", "mae", "gradient"]

@@ -17,7 +17,7 @@ from lumen_lab.network.deform import DeformableConv2d
 RECIPE = Recipe(steps=6, batch=2, warmup_steps=2, sizes=((0.0, (64, 64)), (0.5, (64, 96))))
 
 
-class Killed(Exception):
+class KilledError(Exception):
     """In place of a kill from outside."""
 
 
@@ -32,7 +32,7 @@ class Ellipses(Dataset):
 
     def __getitem__(self, index):
         if self.kill_at is not None and index >= self.kill_at:
-            raise Killed
+            raise KilledError
         draw = torch.Generator().manual_seed(index)
         y = torch.linspace(-1, 1, self.size[0])[:, None]
         x = torch.linspace(-1, 1, self.size[1])[None]
@@ -42,16 +42,24 @@ class Ellipses(Dataset):
         return {"image": 2 * matte + 0.3 * torch.randn(3, *self.size, generator=draw), "matte": matte}
 
 
+def started(config, folder, recipe=RECIPE, scenes=Ellipses, **options):
+    """Train a network, always with the same first weights."""
+    torch.manual_seed(0)
+    options = {"workers": 0, "log_every": 1, "checkpoint_every": 100} | options
+    return train(BiRefNet(config), scenes, recipe, folder, **options)
+
+
 @pytest.fixture
 def run(tiny_config, tmp_path):
-    """``run(name, ...)``: trains a network, always with the same first weights, in a folder of that name."""
+    """``run(name, ...)`` trains in a folder of that name."""
+    return lambda name, *given, **options: started(tiny_config, tmp_path / name, *given, **options)
 
-    def start(name, recipe=RECIPE, scenes=Ellipses, **options):
-        torch.manual_seed(0)
-        options = {"workers": 0, "log_every": 1, "checkpoint_every": 100} | options
-        return train(BiRefNet(tiny_config), scenes, recipe, tmp_path / name, **options)
 
-    return start
+@pytest.fixture(scope="module")
+def whole(tiny_config, tmp_path_factory):
+    """A run that nothing disturbed: its folder and the network that it gave."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, started(tiny_config, folder)
 
 
 def equal(first, second):
@@ -64,26 +72,26 @@ def rows(folder):
         return list(csv.DictReader(file))
 
 
-def test_a_run_that_was_stopped_and_resumed_is_the_same_bit_for_bit(run, tmp_path):
-    whole = run("whole")
+def test_a_run_that_was_stopped_and_resumed_is_the_same_bit_for_bit(run, whole, tmp_path):
+    folder, expected = whole
     run("parts", stop_after=3)
     assert len(rows(tmp_path / "parts")) == 3
     torch.manual_seed(99)  # whatever was drawn before a run has no say in it
     resumed = run("parts")
-    assert equal(resumed, whole)
-    assert (tmp_path / "parts" / "log.csv").read_bytes() == (tmp_path / "whole" / "log.csv").read_bytes()
-    assert [row["step"] for row in rows(tmp_path / "whole")] == list("012345")
+    assert equal(resumed, expected)
+    assert (tmp_path / "parts" / "log.csv").read_bytes() == (folder / "log.csv").read_bytes()
+    assert [row["step"] for row in rows(folder)] == list("012345")
 
 
-def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(run, tmp_path):
-    whole = run("whole")
-    with pytest.raises(Killed):
+def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(run, whole, tmp_path):
+    folder, expected = whole
+    with pytest.raises(KilledError):
         run("killed", scenes=lambda size: Ellipses(size, kill_at=10), checkpoint_every=2)
     assert len(rows(tmp_path / "killed")) == 5  # one line more than the checkpoint, which is of step 4
     with (tmp_path / "killed" / "log.csv").open("a") as file:
         file.write("5,9.1e-0")  # a line that the kill has cut
-    assert equal(run("killed"), whole)
-    assert (tmp_path / "killed" / "log.csv").read_bytes() == (tmp_path / "whole" / "log.csv").read_bytes()
+    assert equal(run("killed"), expected)
+    assert (tmp_path / "killed" / "log.csv").read_bytes() == (folder / "log.csv").read_bytes()
     assert sorted(path.name for path in (tmp_path / "killed").iterdir()) == ["checkpoint.pt", "log.csv"]
 
 
@@ -93,10 +101,10 @@ def test_a_worker_process_loads_the_same_scenes(run, tmp_path):
     assert rows(tmp_path / "here") == rows(tmp_path / "there")
 
 
-def test_a_finished_run_is_not_trained_again(run, tmp_path):
-    first = run("a")
-    again = run("a", scenes=lambda size: pytest.fail("scenes were asked for"))
-    assert equal(first, again)
+def test_a_finished_run_is_not_trained_again(tiny_config, whole):
+    folder, expected = whole
+    again = started(tiny_config, folder, scenes=lambda size: pytest.fail("scenes were asked for"))
+    assert equal(again, expected)
 
 
 def test_stopping_after_no_step_trains_nothing(run, tmp_path, tiny_config):
@@ -122,13 +130,13 @@ def test_another_seed_draws_other_dropout(run, tmp_path):
     assert rows(tmp_path / "a")[0]["bce"] != rows(tmp_path / "b")[0]["bce"]
 
 
-def test_the_result_has_the_published_layout_and_is_the_average(run, tmp_path, tiny_config):
-    trained = run("a")
+def test_the_result_has_the_published_layout_and_is_the_average(whole, tiny_config):
+    folder, trained = whole
     expected = BiRefNet(tiny_config)
     assert list(trained.state_dict()) == list(expected.state_dict())
     assert sum(isinstance(module, DeformableConv2d) for module in trained.modules()) == 20
     assert not any(module.training for module in trained.modules())
-    state = torch.load(tmp_path / "a" / "checkpoint.pt", weights_only=True)
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)
     name = "decoder.conv_out1.0.weight"
     assert torch.equal(trained.state_dict()[name], state["average"][name])
     assert not torch.equal(trained.state_dict()[name], state["model"][name])
@@ -149,14 +157,14 @@ def test_loss_falls_on_one_scene(run, tmp_path):
         def __getitem__(self, index):
             return super().__getitem__(7)
 
-    recipe = Recipe(steps=40, batch=2, warmup_steps=1, learning_rate=3e-3, sizes=((0.0, (64, 64)),), ema_decay=0.9)
+    recipe = Recipe(steps=30, batch=2, warmup_steps=1, learning_rate=2e-2, sizes=((0.0, (64, 64)),), ema_decay=0.9)
     trained = run("one", recipe, Same)
     losses = [sum(float(row[name]) for name in ("bce", "iou", "ssim", "mae")) for row in rows(tmp_path / "one")]
     assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
     scene = Same((64, 64))[0]
     with torch.no_grad():
         mask = trained(scene["image"][None]).sigmoid()[0]
-    assert float((mask - scene["matte"]).abs().mean()) < 0.2
+    assert float((mask - scene["matte"]).abs().mean()) < 0.1
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_spares_the_checkpoint(run, tmp_path):
