@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lumen_lab.deploy.model_file import tensor_specs
 from lumen_lab.errors import ArtifactError, ExportError
 from lumen_lab.network.checkpoints import model_name, weights_sha256
-from lumen_lab.rewrites.plan import default_inputs
+from lumen_lab.rewrites.plan import inputs_for
 from lumen_lab.specs import Manifest, file_sha256, manifest_path, replacing, tool_versions
 
 OPSET = 20  # the first with GELU as one operator, which the NPU takes whole; DeformConv needs 19
@@ -42,7 +42,7 @@ def export_onnx(
         raise ExportError("The network is in training mode, where dropout and batch statistics are live; call .eval().")
     if path.suffix != ".onnx":
         raise ExportError(f"An ONNX file is named .onnx, asked for '{path.name}'; change the ending.")
-    example_inputs = example_inputs or default_inputs(model)
+    example_inputs = inputs_for(model, example_inputs)
     origin = made_from(model, example_inputs, (*input_names, *output_names))
     if reuse and fits(path, origin):
         return path

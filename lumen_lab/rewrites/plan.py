@@ -73,7 +73,7 @@ def rewrite(model: nn.Module, plan: Plan, *, example_inputs: tuple[Tensor, ...] 
     ``config.image_size`` is used with a batch of one. A plan that is out of order raises ``RewriteError``.
     """
     check_order(plan)
-    example_inputs = example_inputs or default_inputs(model)
+    example_inputs = inputs_for(model, example_inputs)
     entries: list[LogEntry] = []
     with torch.inference_mode(False):  # so that the new model can be trained
         model = copy.deepcopy(model)
@@ -128,6 +128,17 @@ def check_order(plan: Plan) -> None:
         late = [name for name in rule.after if name in names[position + 1 :]]
         if late:
             raise RewriteError(f"Plan asks for {rule.name} before {', '.join(late)}; it must come after: reorder them.")
+
+
+def inputs_for(model: nn.Module, example_inputs: tuple[Tensor, ...] | Tensor | None) -> tuple[Tensor, ...]:
+    """The example inputs as a tuple (one tensor may be given alone), or the model's own; else ``RewriteError``."""
+    if example_inputs is None:
+        return default_inputs(model)
+    inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
+    if not inputs or not all(isinstance(value, Tensor) for value in inputs):
+        kinds = [type(value).__name__ for value in inputs]
+        raise RewriteError(f"example_inputs must be tensors, such as (torch.zeros(1, 3, 192, 192),); found {kinds}.")
+    return inputs
 
 
 def default_inputs(model: nn.Module) -> tuple[Tensor, ...]:

@@ -81,8 +81,9 @@ def find_sites(model: nn.Module, kind: type[nn.Module], example_inputs: tuple[Te
             shapes.setdefault(path, []).append(tuple(first.shape))
         flow.see(path, inputs, output)
 
+    device = next((parameter.device for parameter in model.parameters()), None)
     with shapes_only(), watch(model, see):
-        model(*(torch.empty_like(value) for value in example_inputs))
+        model(*(torch.empty(tuple(value.shape), dtype=value.dtype, device=device) for value in example_inputs))
     return [
         Site(path, modules[path], tuple(dict.fromkeys(seen)), flow.producer(path), modules)
         for path, seen in shapes.items()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lumen_lab.equivalence import random_samples
+from lumen_lab.equivalence import claim_text, random_samples
 from lumen_lab.errors import RewriteError
 from lumen_lab.network.golden import golden_image
 from lumen_lab.network.swin import MASKED, WindowPartition
@@ -26,7 +26,7 @@ from lumen_lab.rewrites.attention import (
     WindowPartition4d,
     shifted_mask,
 )
-from lumen_lab.rewrites.check import whole_claim
+from lumen_lab.rewrites.check import whole_verdict
 from lumen_lab.rewrites.convolution import FOLD_BATCH_NORM
 from lumen_lab.rewrites.deform import DECOMPOSE_DEFORM_CONV, GridSampleConv, tap_grid
 from lumen_lab.rewrites.record import FixedTensors
@@ -292,10 +292,18 @@ def test_a_learned_substitution_is_pending_and_so_is_the_plan(parts):
 
 
 def test_a_plan_claims_no_more_than_its_weakest_rewrite():
+    module, samples = nn.Identity(), [torch.zeros(1, 3, 4, 4)]
     learned = dataclasses.replace(CONVERT_IMAGE_TILES, claim=Learned("S-measure", 0.9))
-    assert whole_claim((CONVERT_IMAGE_TILES, CONVERT_WINDOW_MERGE)) == Exact(movement=True)
-    assert whole_claim(EXACT_PLAN) == Exact()
-    assert whole_claim((*EXACT_PLAN, learned)) == Learned("S-measure", 0.9)
+    bounded = dataclasses.replace(CONVERT_IMAGE_TILES, claim=Bounded(0.1, "any image"))
+
+    def claimed(*plan) -> tuple[str, str]:
+        verdict = whole_verdict(module, module, plan, samples)
+        return verdict.claim, verdict.status
+
+    assert claimed(CONVERT_IMAGE_TILES, CONVERT_WINDOW_MERGE) == (claim_text(Exact(movement=True)), "passed")
+    assert claimed(*EXACT_PLAN) == (claim_text(Exact()), "passed")
+    assert claimed(*EXACT_PLAN, bounded) == ("bounded parts", "pending")
+    assert claimed(*EXACT_PLAN, bounded, learned) == (claim_text(Learned("S-measure", 0.9)), "pending")
 
 
 @pytest.mark.slow
