@@ -151,6 +151,19 @@ def test_a_network_without_weights_can_predict():
     np.testing.assert_allclose(predict(Mean().eval(), picture, size=SIZE), expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["cat.jpg", "astronaut.jpg", "coffee.jpg", "flower.jpg", "horse.png"])
+def test_the_shipped_network_finds_the_object_of_a_sample_photograph(repository, name):
+    """Each shows one thing in the middle; the upper corners are background."""
+    image = lumen_lab.load_image(repository / "data" / "photographs" / name)
+    mask = predict(lumen_lab.load_network("micro"), image)
+    height, width = mask.shape
+    middle = mask[height // 3 : 2 * height // 3, width // 3 : 2 * width // 3]
+    corners = np.concatenate([mask[: height // 8, : width // 8], mask[: height // 8, -width // 8 :]], 1)
+    assert mask.shape == image.shape[:2]
+    assert middle.mean() > 0.7
+    assert corners.mean() < 0.3
+
+
 # ONNX files
 
 

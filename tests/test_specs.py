@@ -20,6 +20,7 @@ from lumen_lab.specs import (
     file_sha256,
     html_table,
     manifest_path,
+    manifest_path,
     replacing,
     tool_versions,
     write_whole,
@@ -255,6 +256,22 @@ def test_a_manifest_whose_list_of_files_is_damaged_is_refused(artefact, files):
     manifest_path(artefact).write_text(json.dumps(values))
     with pytest.raises(ArtifactError, match="damaged"):
         Manifest.beside(artefact)
+
+
+def test_the_manifest_of_a_file_bears_its_whole_name(tmp_path):
+    path = write_whole(tmp_path / "a.b.onnx", b"abc")
+    assert manifest_path(path) == tmp_path / "a.b.onnx.manifest.json"
+    with pytest.raises(ArtifactError, match="There is no manifest a.b.onnx.manifest.json beside"):
+        Manifest.beside(path)
+    record = manifest({path.name: file_sha256(path)})
+    record.save(manifest_path(path))
+    assert Manifest.beside(path) == record
+    path.rename(tmp_path / "c.onnx")
+    with pytest.raises(ArtifactError, match="There is no artefact .*a.b.onnx"):
+        Manifest.beside(path)
+    record.save(manifest_path(tmp_path / "c.onnx"))
+    with pytest.raises(ArtifactError, match="is the manifest of a.b.onnx, not of .*c.onnx"):
+        Manifest.beside(tmp_path / "c.onnx")
 
 
 def test_versions_of_what_is_not_installed_are_absent():

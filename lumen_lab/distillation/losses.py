@@ -26,7 +26,7 @@ class LossWeights:
 
 
 def soft_iou_loss(probability: Tensor, mask: Tensor) -> Tensor:
-    """1 − Σ p·m / Σ (p + m − p·m), the mean over images; an empty mask met by an empty prediction costs 0."""
+    """1 − (Σ p·m + 1) / (Σ (p + m − p·m) + 1), the mean over images; an empty mask and an empty prediction cost 0."""
     overlap = (probability * mask).sum((1, 2, 3))
     union = (probability + mask).sum((1, 2, 3)) - overlap
     return 1 - ((overlap + 1) / (union + 1)).mean()

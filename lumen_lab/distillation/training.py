@@ -107,14 +107,15 @@ def one_step(model, optimizer, image: Tensor, matte: Tensor, recipe: Recipe, ste
         group["lr"] = recipe.rate_at(step) * group["rate_scale"]
     terms = supervised_loss(model(image), image, matte, recipe.weights)
     loss = sum(terms.values())
-    if not math.isfinite(float(loss.detach())):
-        raise LumenError(
-            f"The loss became {float(loss.detach())} at step {step}; the last checkpoint is unharmed. "
-            "Lower the learning rate or the gradient norm of the recipe."
-        )
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), recipe.max_gradient_norm)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), recipe.max_gradient_norm)
+    for name, value in (("loss", float(loss.detach())), ("gradient", float(norm))):
+        if not math.isfinite(value):
+            raise LumenError(
+                f"The {name} became {value} at step {step}; the last checkpoint is unharmed. "
+                "Lower the learning rate or the gradient norm of the recipe."
+            )
     optimizer.step()
     return {name: float(value.detach()) for name, value in terms.items()}
 
