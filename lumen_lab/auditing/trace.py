@@ -91,7 +91,8 @@ def _check_inputs(example_inputs: object) -> None:
 
 
 def _described(value: object) -> str:
-    return f"an empty {type(value).__name__}" if value in ((), []) else type(value).__name__
+    empty = isinstance(value, tuple | list) and not value
+    return f"an empty {type(value).__name__}" if empty else type(value).__name__
 
 
 def _exported(model: nn.Module, example_inputs: tuple[Tensor, ...]) -> ExportedProgram:

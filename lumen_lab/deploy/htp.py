@@ -108,8 +108,10 @@ def _earlier_report(artifact: Path, made_from: Mapping[str, str]) -> CompileRepo
     """The report of an artefact that still fits its manifest and was made from the same things; None otherwise."""
     try:
         manifest = fitting_manifest(artifact / f"{artifact.name}_ctx.onnx")
-        same = manifest.made_from == made_from and manifest.versions == npu_versions()
-        return CompileReport.load(artifact / f"{artifact.name}.report.json") if same else None
+        report = CompileReport.load(artifact / f"{artifact.name}.report.json")
+        same = manifest.made_from == made_from and manifest.versions == report.versions == npu_versions()
+        agree = report.chip == manifest.chip and report.onnx_sha256 == made_from["onnx"] and bool(report.nodes)
+        return report if same and agree else None
     except ArtifactError:
         return None
 
@@ -126,6 +128,12 @@ def _compilable(chip: Chip) -> Chip:
 def _provider_options(
     chip: Chip, vtcm_mb: int | None, optimization_mode: int, more: Mapping[str, str]
 ) -> dict[str, str]:
+    if optimization_mode not in (1, 2, 3):
+        raise CompileError(f"optimization_mode is 1, 2 or 3, asked for {optimization_mode!r}; 3 is the most thorough.")
+    if vtcm_mb is not None and (not isinstance(vtcm_mb, int) or vtcm_mb < 1):
+        raise CompileError(
+            f"vtcm_mb is a whole number of MB from 1 on, asked for {vtcm_mb!r}; None lets the chip decide."
+        )
     if taken := {"soc_model", "htp_arch", "backend_path"} & more.keys():
         raise CompileError(f"provider_options may not set {', '.join(sorted(taken))}: the chip {chip} decides that.")
     options = {
@@ -146,6 +154,7 @@ def _workspace(out_dir: Path, name: str, onnx_bytes: int) -> Iterator[Path]:
     """A hidden folder inside ``out_dir`` that is gone afterwards; ``CompileError`` if it cannot be had."""
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
+        _clear_what_was_killed(out_dir, name)
         folder = Path(tempfile.mkdtemp(dir=out_dir, prefix=f".{name}.", suffix=".part"))
     except OSError as error:
         raise CompileError(f"Cannot write into out_dir {out_dir}: {error.strerror}; choose another folder.") from None
@@ -156,6 +165,15 @@ def _workspace(out_dir: Path, name: str, onnx_bytes: int) -> Iterator[Path]:
         raise CompileError(f"The artefact could not be written into {out_dir}: {error}.") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _clear_what_was_killed(out_dir: Path, name: str) -> None:
+    """Remove what a killed compile has left (the lock is ours), and put back an artefact that it had moved aside."""
+    for left in out_dir.glob(f".{name}.*.part"):
+        if left.name.endswith(".earlier.part") and not (out_dir / name).exists():
+            left.rename(out_dir / name)
+        else:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _require_room(out_dir: Path, needed: int) -> None:
@@ -313,9 +331,23 @@ def _with_encodings(specs: tuple[TensorSpec, ...], found: Mapping[str, tuple[flo
     )
 
 
+def _require_own(artifact: Path, name: str) -> None:
+    """Refuse to replace what is not an earlier artefact: a file, a link, or a folder with files of somebody else."""
+    if not artifact.is_symlink() and not artifact.exists():
+        return
+    real_folder = artifact.is_dir() and not artifact.is_symlink()
+    strangers = [path.name for path in artifact.iterdir() if not path.name.startswith(name)] if real_folder else [name]
+    if strangers:
+        raise CompileError(
+            f"{artifact} is in the way and is not an earlier artefact ({', '.join(strangers[:3])}); move it, or choose "
+            "another out_dir."
+        )
+
+
 def _publish(folder: Path, out_dir: Path, name: str) -> Path:
     """Leave the artefact's own files in ``folder`` and move it to its place, in exchange for an earlier one."""
     artifact = out_dir / name
+    _require_own(artifact, name)
     for path in folder.iterdir():
         if path.name in ("raw.log", "request.json", "result.json") or path.name.startswith("QNN_"):
             path.unlink()

@@ -47,6 +47,8 @@ def export_onnx(
     if reuse and fits(path, origin):
         return path
     proto = traced(model, example_inputs, input_names, output_names)
+    if len(proto.graph.output) != len(output_names):
+        raise ExportError(f"{len(output_names)} output names for {len(proto.graph.output)} outputs; name each once.")
     strip_private(proto)
     write_proto(proto, path)
     try:

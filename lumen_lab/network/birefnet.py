@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lumen_lab.errors import ImageError
 from lumen_lab.network.config import BiRefNetConfig
 from lumen_lab.network.decoder import Decoder, DecoderBlock, SideOutputs, resize
 from lumen_lab.network.swin import SwinTransformer
@@ -48,7 +49,7 @@ class BiRefNet(nn.Module):
 def check_size(image: Tensor) -> None:
     """Refuse what the tiles cannot cut: the deepest map is the image divided by 32."""
     if image.ndim != 4 or image.shape[1] != 3 or image.shape[2] % 32 or image.shape[3] % 32:
-        raise ValueError(
+        raise ImageError(
             f"BiRefNet takes images (N, 3, H, W) with H and W multiples of 32, found {tuple(image.shape)}; "
             "resize first (lumen_lab.images.to_network_input)."
         )

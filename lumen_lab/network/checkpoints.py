@@ -166,6 +166,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], *, source: str
     unexpected = [name for name in weights if name not in expected]
     misshapen = [n for n, value in expected.items() if n in weights and weights[n].shape != value.shape]
     if not (missing or unexpected or misshapen):
+        refuse_not_finite(weights, source)
         model.load_state_dict(weights)
         return
     parts = [f"{source} does not fit {model_name(model)}"]
@@ -173,6 +174,16 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], *, source: str
         if names:
             parts.append(f"{len(names)} {word} ({by_prefix(names)})")
     raise CheckpointError("; ".join(parts) + f". {likely_cause(model, weights, missing, unexpected)}")
+
+
+def refuse_not_finite(weights: Mapping[str, Tensor], source: str) -> None:
+    """Raise ``CheckpointError`` if any value is NaN or infinite: a deformable conv would look outside its memory."""
+    bad = [name for name, value in weights.items() if value.is_floating_point() and not bool(value.isfinite().all())]
+    if bad:
+        raise CheckpointError(
+            f"{len(bad)} of {len(weights)} tensors of {source} hold NaN or infinity, the first is {bad[0]}; "
+            "the training that made them diverged: take an earlier checkpoint."
+        )
 
 
 def by_prefix(names: list[str]) -> str:

@@ -23,9 +23,18 @@ def _no_conv_before(site: Site) -> str | None:
     if not isinstance(site.producer_module, nn.Conv2d):
         found = type(site.producer_module).__name__ if site.producer else "what no single module makes for it alone"
         return f"it reads {found}, not the output of a Conv2d; decompose the deformable convs first"
+    if site.module.running_mean is None:
+        return "it keeps no running statistics, so it depends on the batch and cannot be folded"
+    if any(has_hooks(module) for module in (site.module, site.producer_module)):
+        return "it or the conv before it has hooks, which a fold would lose; remove them first"
     if len(site.input_shapes) > 1:
         return "it is called at several sizes, so the conv before it may feed other readers"
     return None
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something else runs when the module is called."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 FOLD_BATCH_NORM = Rewrite(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import lumen_lab
-from lumen_lab.errors import CheckpointError
+from lumen_lab.errors import CheckpointError, ImageError
 from lumen_lab.network import LARGE, LITE, MICRO, BiRefNet, load_network
 from lumen_lab.network.decoder import ImageTiles, SideOutputs
 from lumen_lab.network.deform import DeformableConv2d
@@ -171,7 +171,7 @@ def test_images_of_a_batch_do_not_see_each_other(tiny):
 
 @pytest.mark.parametrize("shape", [(1, 3, 65, 96), (1, 3, 64, 80), (1, 1, 64, 64), (3, 64, 64)])
 def test_image_that_the_tiles_cannot_cut_is_refused(tiny, shape):
-    with pytest.raises(ValueError, match="multiples of 32, found"):
+    with pytest.raises(ImageError, match="multiples of 32, found"):
         tiny(torch.zeros(shape))
 
 

@@ -360,3 +360,11 @@ def test_shipped_weights_that_do_not_fit_their_manifest_are_refused(shipped, har
 def test_a_preset_without_trained_weights_says_so(tiny_config):
     with pytest.raises(CheckpointError, match="No trained weights are known for 'tiny' here; pass weights=path"):
         load_network(tiny_config)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_of_a_diverged_training_are_refused(tiny, tiny_config, value):
+    weights = {name: tensor.clone() for name, tensor in tiny.state_dict().items()}
+    weights["bb.patch_embed.proj.weight"][0, 0, 0, 0] = value
+    with pytest.raises(CheckpointError, match=r"^1 of 530 tensors .* the first is bb.patch_embed.proj.weight"):
+        load_network(tiny_config, weights)

@@ -298,3 +298,14 @@ def test_finding_sites_does_not_touch_the_statistics_of_a_norm(parts):
 )
 def test_common_parent_of_paths(paths, parent):
     assert common_parent(paths) == parent
+
+
+@pytest.mark.parametrize("harm", ["hook", "no statistics"])
+def test_a_norm_that_is_more_than_its_numbers_is_not_folded(harm):
+    norm = nn.BatchNorm2d(3, track_running_stats=harm != "no statistics")
+    module = nn.Sequential(nn.Conv2d(3, 3, 1), norm).eval()
+    if harm == "hook":
+        module[0].register_forward_hook(lambda conv, inputs, output: 2 * output)
+    done = rewrite(module, (FOLD_BATCH_NORM,), example_inputs=torch.zeros(1, 3, 4, 4))
+    (entry,) = done.log.entries
+    assert entry.refused and ("hooks" in entry.refused or "statistics" in entry.refused)
