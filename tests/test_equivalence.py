@@ -96,6 +96,16 @@ def test_a_value_that_is_not_finite_fails(claim, bad):
 
 
 @pytest.mark.parametrize("claim", [Exact(), Exact(movement=True), Bounded(1e9, "any")])
+def test_nan_in_a_later_output_is_not_lost_behind_a_good_one():
+    claim = Bounded(1e9, "any")
+
+    def outputs(last):
+        return lambda x: (x, x * last)
+
+    assert check(outputs(math.nan), claim, reference=outputs(1)).status == "failed"
+    assert check(outputs(1), claim, reference=outputs(1)).passed
+
+
 def test_nan_on_both_sides_proves_nothing_and_fails(claim):
     assert check(add(math.nan), claim, reference=add(math.nan)).status == "failed"
 

@@ -81,8 +81,9 @@ def test_a_name_that_only_ends_like_a_wrapper_keeps_it():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_comes_back_as_float32(tiny_config, state, saved, dtype):
     half = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
-    network = load_network(tiny_config, saved("half.safetensors", half))
-    found = network.state_dict()
+    path = saved("half.safetensors", half)
+    assert {value.dtype for value in read_weights(path).values()} == {torch.float32, torch.int64}
+    found = load_network(tiny_config, path).state_dict()
     assert {value.dtype for value in found.values()} == {torch.float32, torch.int64}
     assert all(torch.equal(found[name], half[name].to(found[name].dtype)) for name in found)
 
