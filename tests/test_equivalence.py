@@ -95,7 +95,6 @@ def test_a_value_that_is_not_finite_fails(claim, bad):
     assert (verdict.max_abs, verdict.sqnr_db, verdict.note) == (None, None, "the difference is not finite")
 
 
-@pytest.mark.parametrize("claim", [Exact(), Exact(movement=True), Bounded(1e9, "any")])
 def test_nan_in_a_later_output_is_not_lost_behind_a_good_one():
     claim = Bounded(1e9, "any")
 
@@ -106,6 +105,7 @@ def test_nan_in_a_later_output_is_not_lost_behind_a_good_one():
     assert check(outputs(1), claim, reference=outputs(1)).passed
 
 
+@pytest.mark.parametrize("claim", [Exact(), Exact(movement=True), Bounded(1e9, "any")])
 def test_nan_on_both_sides_proves_nothing_and_fails(claim):
     assert check(add(math.nan), claim, reference=add(math.nan)).status == "failed"
 

@@ -156,6 +156,14 @@ def test_training_mode_is_refused_wherever_it_hides(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_names_for_other_outputs_than_there_are_are_refused(tmp_path):
+    with pytest.raises(ExportError, match="2 output names for 1 outputs; name each once"):
+        export_onnx(
+            small(), tmp_path / "a.onnx", example_inputs=(torch.zeros(1, 3, 8, 8),), output_names=("mask", "edges")
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["a.pt", "a", "a.onnx.bin"])
 def test_another_ending_is_refused(tmp_path, name):
     with pytest.raises(ExportError, match=f"is named .onnx, asked for '{name}'"):

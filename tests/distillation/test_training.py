@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from lumen_lab.distillation import training
 from lumen_lab.distillation.losses import LossWeights
 from lumen_lab.distillation.training import Recipe, open_log, parameter_groups, recipe_record, train, update_average
 from lumen_lab.errors import ArtifactError, LumenError
@@ -178,6 +179,18 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_spares_the_checkpoint(run, 
     state = torch.load(tmp_path / "a" / "checkpoint.pt", weights_only=True)
     assert state["step"] == 2
     assert all(value.isfinite().all() for value in state["model"].values())
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_before_it_reaches_the_weights(run, tmp_path, monkeypatch):
+    """A finite loss may have an infinite gradient: here that of a square root at zero."""
+
+    def steep(outputs, image, mask, weights):
+        return {"bce": outputs.masks[-1].square().mean() + (0 * outputs.masks[-1]).abs().sum().sqrt()}
+
+    monkeypatch.setattr(training, "supervised_loss", steep)
+    with pytest.raises(LumenError, match="The gradient became nan at step 0"):
+        run("a")
+    assert list((tmp_path / "a").iterdir()) == []
 
 
 # Recipes

@@ -219,6 +219,16 @@ def test_a_refused_state_dict_changes_nothing(tiny_config, state):
     assert equal({**network.state_dict(), "decoder.conv_out1.0.bias": state["decoder.conv_out1.0.bias"]}, state)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_of_a_training_that_diverged_are_refused(tiny_config, state, bad):
+    """A deformable conv with such an offset would look outside its memory."""
+    state["bb.norm0.weight"] = torch.full_like(state["bb.norm0.weight"], bad)
+    with pytest.raises(
+        CheckpointError, match=r"1 of \d+ tensors of .* hold NaN or infinity, the first is bb.norm0.weight"
+    ):
+        load_network(tiny_config, state)
+
+
 # The hub: conftest.py has set it offline.
 
 
@@ -361,11 +371,3 @@ def test_shipped_weights_that_do_not_fit_their_manifest_are_refused(shipped, har
 def test_a_preset_without_trained_weights_says_so(tiny_config):
     with pytest.raises(CheckpointError, match="No trained weights are known for 'tiny' here; pass weights=path"):
         load_network(tiny_config)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_of_a_diverged_training_are_refused(tiny, tiny_config, value):
-    weights = {name: tensor.clone() for name, tensor in tiny.state_dict().items()}
-    weights["bb.patch_embed.proj.weight"][0, 0, 0, 0] = value
-    with pytest.raises(CheckpointError, match=r"^1 of 530 tensors .* the first is bb.patch_embed.proj.weight"):
-        load_network(tiny_config, weights)
