@@ -80,21 +80,21 @@ def compile_for_chip(
     """
     require_npu_toolchain()
     chip = _compilable(find_chip(chip))
-    onnx_path = Path(onnx_path)
+    onnx_path, out_dir = Path(onnx_path), Path(out_dir).absolute()
     model = model_file.read_onnx(onnx_path)
     name = f"{onnx_path.stem}_{chip.name}"
     options = _provider_options(chip, vtcm_mb, optimization_mode, provider_options or {})
     made_from = model_file.content_hashes(onnx_path, model) | {"options": json.dumps(options, sort_keys=True)}
-    with _one_at_a_time(Path(out_dir) / name):
-        if reuse and (earlier := _earlier_report(Path(out_dir) / name, made_from)):
+    with _one_at_a_time(out_dir / name):
+        if reuse and (earlier := _earlier_report(out_dir / name, made_from)):
             return earlier
-        with _workspace(Path(out_dir), name, model_file.model_bytes(onnx_path, model)) as folder:
+        with _workspace(out_dir, name, model_file.model_bytes(onnx_path, model)) as folder:
             outcome = _run_compiler(onnx_path, folder, name, options, time_limit_s, progress)
             context = _read_context(folder, name, chip, model, outcome, time_limit_s)
             report = _report(folder, name, chip, model, context, onnx_path.name, options, made_from["onnx"])
             _write_manifest(folder, name, report, model, made_from)
             report.save(folder / f"{name}.report.json")
-            artifact = _publish(folder, Path(out_dir), name)
+            artifact = _publish(folder, out_dir, name)
         return CompileReport.load(artifact / f"{name}.report.json")
 
 

@@ -1,6 +1,7 @@
 """What lies in the way of an artefact, what a killed compile leaves, and options that mean nothing."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -65,3 +66,10 @@ def test_options_that_mean_nothing_are_refused(conv, options, words):
     with pytest.raises(CompileError, match=words):
         compiled_quietly(conv, **options)
     assert not conv[1].exists()
+
+
+def test_the_context_is_found_from_another_folder(conv, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    report = compile_for_chip("n.onnx", "SM8850", out_dir="out", progress=False)
+    monkeypatch.chdir(conv[1])
+    assert Path(report.context_path).is_file()
