@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from lumen_lab.auditing.onnx_join import (
@@ -99,10 +99,6 @@ class Comparison(Record):
             f"{self.model} for {self.chip}: {len(self.operations) - wrong} of {len(self.operations)} operations went "
             "where predicted"
         )
-
-    def to_json(self) -> dict[str, object]:
-        """As ``Record.to_json``; operations and nodes as plain dicts."""
-        return {"record": type(self).__name__, **asdict(self)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, object]) -> Comparison:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from lumen_lab.auditing.operations import CPU, NPU, OpRow
 from lumen_lab.auditing.partitions import Cut
@@ -160,10 +160,6 @@ class AuditReport(Record):
             f"{self.model} for {self.chip}: {len(self.operations)} operations, {self.macs / 1e9:.1f} GMAC, "
             f"{self.partitions} partition{'s' * (self.partitions != 1)} predicted, {blocks} on the CPU"
         )
-
-    def to_json(self) -> dict[str, object]:
-        """As ``Record.to_json``; operations and cuts as plain dicts."""
-        return {"record": type(self).__name__, **asdict(self)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, object]) -> AuditReport:

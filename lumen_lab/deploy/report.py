@@ -7,7 +7,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lumen_lab.deploy.qnn_graph import Partition, QnnOp
@@ -124,10 +124,6 @@ class CompileReport(Record):
             f"{self.model} for {self.chip}: {self.partitions} partition{'s' * (self.partitions != 1)}, "
             f"{len(self.ops)} QNN ops, {left} on the CPU"
         )
-
-    def to_json(self) -> dict[str, object]:
-        """As ``Record.to_json``; partitions, nodes and ops as plain dicts."""
-        return {"record": type(self).__name__, **asdict(self)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, object]) -> CompileReport:
