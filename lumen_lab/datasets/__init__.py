@@ -1,4 +1,4 @@
-"""Composed scenes with exact mattes, from folders of cut-outs and backgrounds.
+"""Composed scenes with exact mattes, from folders of cut-outs and backgrounds; and folders of images and masks.
 
 The names are imported when first asked for, so that ``python -m lumen_lab.datasets.sources`` runs without torch.
 """
@@ -8,11 +8,14 @@ from importlib import import_module
 _HOMES = {
     "ATTRIBUTES": "attributes",
     "ComposedScenes": "scenes",
+    "PairedFolder": "folders",
+    "Sample": "sample",
     "compose_scene": "scenes",
     "matte_attributes": "attributes",
     "SourceBank": "sources",
     "SourceIndex": "sources",
     "fetch_debian_sources": "debian",
+    "find_pairs": "pairing",
     "open_sources": "sources",
 }
 __all__ = sorted(_HOMES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ import torch
 
 from lumen_lab.datasets import compose, thin
 from lumen_lab.datasets.attributes import ATTRIBUTES, matte_attributes
+from lumen_lab.datasets.sample import Sample
 from lumen_lab.datasets.sources import SourceBank, open_sources
 from lumen_lab.errors import DatasetError
 from lumen_lab.images import IMAGENET_MEAN, IMAGENET_STD
@@ -85,6 +88,39 @@ class ComposedScenes(torch.utils.data.Dataset):
             raise IndexError(f"scene {index} of {self.length}")
         rng = np.random.default_rng([self.seed, index])
         return compose_scene(self.foregrounds, self.backgrounds, size=self.size, rng=rng, mixture=self.mixture)
+
+    def sample(self, index: int) -> Sample:
+        """Scene ``index`` as a score reads it: its image in eight bits, as a file would hold it."""
+        scene = self.scene(index)
+        image = np.rint(scene.image * np.float32(255)).astype(np.uint8)
+        flags = matte_attributes(scene.matte, scene.image, objects=scene.objects)
+        return Sample(self.name(index), image, scene.matte.astype(np.float32), flags)
+
+    def name(self, index: int) -> str:
+        """The name of sample ``index``: its split, seed and number."""
+        return f"{self.split}/{self.seed}/{index:06d}"
+
+    def identity(self) -> dict[str, str]:
+        """What decides every scene, in words; the pictures by a hash of their pixels."""
+        return {
+            "kind": "composed scenes",
+            "split": self.split,
+            "size": f"{self.size[0]}x{self.size[1]}",
+            "seed": str(self.seed),
+            "mixture": json.dumps(self.mixture, sort_keys=True),
+            "sources": self.sources_sha256(),
+        }
+
+    def sources_sha256(self) -> str:
+        """A hash of the split's pictures: their order, groups, sizes and pixels."""
+        digest = hashlib.sha256()
+        for kind in (self.foregrounds, self.backgrounds):
+            for group in kind:
+                digest.update(f"group of {len(group)}".encode())
+                for pixels in group:
+                    digest.update(f"{pixels.shape}".encode())
+                    digest.update(np.ascontiguousarray(pixels).tobytes())
+        return digest.hexdigest()
 
     def __getitem__(self, index: int) -> dict[str, object]:
         scene = self.scene(index)
