@@ -41,5 +41,9 @@ class DatasetError(LumenError):
     """A folder of images and masks that cannot be paired or split as asked."""
 
 
+class MetricError(LumenError):
+    """A prediction and a matte that cannot be compared, or scores that cannot be put together."""
+
+
 class MissingDependencyError(LumenError):
     """An optional package or platform that the asked step needs and that is not here."""
