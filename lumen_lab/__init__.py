@@ -21,6 +21,7 @@ DOORS = {
     "export_onnx": "lumen_lab.deploy.onnx_export",
     "compile_for_chip": "lumen_lab.deploy.htp",
     "emulate": "lumen_lab.deploy.htp",
+    "evaluate": "lumen_lab.evaluation",
     "find_chip": "lumen_lab.chips",
 }
 

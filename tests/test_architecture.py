@@ -26,7 +26,9 @@ GROUPS = (
     ("distillation",),
     ("deploy",),
     ("prediction",),
+    ("evaluation",),
     ("figures", "widgets"),
+    ("bench",),
     ("walk",),
 )
 PLACE = {room: place for place, group in enumerate(GROUPS) for room in group}

@@ -1,0 +1,6 @@
+"""The bench: fixed lists of held-out scenes, and the teacher's scores on them that anyone can compute again."""
+
+from lumen_lab.bench.lists import BENCH_DIR, BenchList, read_lists, scenes_of
+from lumen_lab.bench.table import BenchTable, differences, run_bench
+
+__all__ = ["BENCH_DIR", "BenchList", "BenchTable", "differences", "read_lists", "run_bench", "scenes_of"]

@@ -1,0 +1,128 @@
+"""Score a predictor, or a folder of masks, on a data set: in parallel, resumable, with nothing passed over.
+
+A data set here is what ``Dataset`` says: composed scenes, folders of images and masks, or a user's own.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+from tqdm.auto import tqdm
+
+from lumen_lab.errors import DatasetError, LumenError
+from lumen_lab.evaluation.kept import finished, kept_rows, one_at_a_time, save
+from lumen_lab.evaluation.origin import TOOLS, origin_of
+from lumen_lab.evaluation.processes import CannotShareError, lines_from_processes, refuse_inside_a_worker
+from lumen_lab.evaluation.rows import Row, read_row
+from lumen_lab.evaluation.task import Dataset, MaskFolder, Task, on_accelerator, prepare
+from lumen_lab.metrics import Scores, summarise
+from lumen_lab.prediction import Predictor
+
+__all__ = ["TOOLS", "Dataset", "MaskFolder", "evaluate"]
+
+WORTH_S = 12  # less work than that is done before other processes have imported torch
+MEASURED = 2  # images that say how long one takes; the first of them pays for imports
+
+
+def evaluate(
+    predictor: Predictor,
+    dataset: Dataset,
+    *,
+    size: tuple[int, int] | None = None,
+    out: str | Path | None = None,
+    workers: int | None = None,
+    hce: bool = True,
+) -> Scores:
+    """Every metric of ``lumen_lab.metrics.METRICS`` over ``dataset``, both readings, by attribute.
+
+    ``predictor``: what ``predict`` takes (a network, an ``.onnx`` file, a compiled context, a function), working at
+    ``size`` (h, w) or at its own; or a folder of masks, paired with the samples by name, where a missing mask or one of
+    another size is an error. Masks are scored at the size of their image. ``hce=False`` leaves the human correction
+    effort out.
+
+    ``out`` keeps the result as JSON with a manifest. While the work goes on, every finished image is kept beside it, in
+    ``<out>.partial``: the same call goes on from there after a kill, and returns what is complete. It is the same if
+    predictor, data set, settings, scoring code and tool versions are; predictors are told apart by their weights or
+    files, and networks and functions by the mask of the first image too. Nobody's scores are lost: a complete result of
+    another evaluation at ``out`` is moved to ``<stem>.<key>.json``, with a warning; unfinished rows of another, or a
+    file that is no result, are refused (``ArtifactError``).
+
+    ``workers``: processes that each predict and score, with one thread; 0 works in this process. None measures two
+    images here, and takes the cores if what is left is worth their start; a network on an accelerator stays here, and
+    so does what other processes cannot be given (a function of a notebook). The number of workers changes no score
+    beyond the rounding of a network's arithmetic. In a script, call it below ``if __name__ == "__main__":``.
+
+    What goes wrong with an image is raised at once, with the image's name; the images finished before stay kept.
+    """
+    refuse_inside_a_worker()
+    if workers is not None and (workers < 0 or int(workers) != workers):
+        raise LumenError(f"workers={workers!r} was asked for; give a number of processes, 0 for none, or None.")
+    task = prepare(predictor, dataset, size=size, hce=hce)
+    if out is None:
+        return _summary(_collected(task, {}, workers, keep=lambda line: None))
+    origin = origin_of(task)
+    with one_at_a_time(out):
+        scores = finished(out, origin)
+        if scores is None:
+            with kept_rows(out, origin) as (rows, keep):
+                scores = _summary(_collected(task, rows, workers, keep))
+                save(scores, out, origin)
+    return scores
+
+
+def _collected(task: Task, rows: dict[int, Row], workers: int | None, keep: Callable[[bytes], None]) -> list[Row]:
+    """The rows of every image in the order of the data set: those given, and the missing ones as they are made."""
+    missing = [index for index in range(len(task.names)) if index not in rows]
+    bar = tqdm(total=len(task.names), initial=len(rows), desc="evaluating", unit="image", mininterval=1)
+    with bar, closing(_lines(task, missing, workers)) as lines:
+        for line in lines:
+            row = read_row(line)
+            _refuse_other_attributes(row, next(iter(rows.values()), row))
+            rows[row.index] = row
+            keep(line)
+            bar.update()
+    return [rows[index] for index in range(len(task.names))]
+
+
+def _lines(task: Task, missing: list[int], workers: int | None) -> Iterator[bytes]:
+    """Rows, as lines, of the missing images, as they are finished, in any order."""
+    if workers:
+        yield from lines_from_processes(task, missing, workers)
+        return
+    here = task.opened()
+    if workers is None:
+        seconds = 0.0
+        for index in missing[:MEASURED]:
+            started = time.perf_counter()
+            yield from here.lines([index])
+            seconds = time.perf_counter() - started
+        missing = missing[MEASURED:]
+        if seconds * len(missing) > WORTH_S and not on_accelerator(task.predictor):
+            try:
+                yield from lines_from_processes(task, missing, _cores())
+                return
+            except CannotShareError as error:
+                warnings.warn(f"{error} Going on in this process alone.", stacklevel=4)
+    yield from here.lines(missing)
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _refuse_other_attributes(row: Row, first: Row) -> None:
+    if row.attributes.keys() != first.attributes.keys():
+        raise DatasetError(
+            f"{row.name} has the attributes {', '.join(row.attributes) or 'none'}, and {first.name} has "
+            f"{', '.join(first.attributes) or 'none'}; a table by attribute needs the same of every sample."
+        )
+
+
+def _summary(rows: list[Row]) -> Scores:
+    return summarise([(row.name, row.attributes, row.scores) for row in rows])
