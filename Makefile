@@ -1,16 +1,18 @@
 # make run    execute the walk; reports in build/reports
 # make lab    open the notebooks in JupyterLab
 # make test   run every test, notebooks included
+# make bench  score the micro teacher on held-out scenes and compare with data/bench; fetches the photographs once
 # make lint   check style and format
 # make clean  remove what the walk and the tests left (build/ and caches; .venv stays)
 #
-# Each sets up .venv first. Nothing but Python 3.11 or newer is needed, and after the setup no network.
+# Each sets up .venv first. Nothing but Python 3.11, 3.12 or 3.13 is needed, and after the setup no network.
 #
 #   PYTHON=/path/to/python3.12    the interpreter to build .venv with
 #   TORCH="torch==2.14.1 torchvision==0.29.1"
 #   TORCH="torch torchvision --index-url https://download.pytorch.org/whl/cpu"
 #                                 a torch and torchvision of your own choice (a matching pair, any build)
 #   WALK="notebooks/01_operator_audit.ipynb"    the notebooks that `make run` executes
+#   SOURCES=build/sources           the folder of cut-outs and backgrounds that scenes are composed from
 #   PYTEST_ARGS="-k images"       more for pytest
 
 SHELL := /bin/bash
@@ -21,15 +23,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-CANDIDATES := python3 python3.13 python3.12 python3.11 python3.14
+CANDIDATES := python3 python3.13 python3.12 python3.11
 TORCH ?= $(shell sed -nE 's/^ *"(torch(vision)?[<>=!~][^"]*)".*/\1/p' pyproject.toml)
 WALK ?=
 WORKERS ?= 2
+SOURCES ?= build/sources
 PYTEST_ARGS ?=
 
 # A candidate must start (a version manager leaves shims that do not), be new enough and have venv with pip.
-SUITABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
-NO_PYTHON := No Python 3.11 or newer with its venv module was found (tried: $(or $(PYTHON),$(CANDIDATES))); \
+SUITABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+NO_PYTHON := No Python 3.11, 3.12 or 3.13 with its venv module was found (tried: $(or $(PYTHON),$(CANDIDATES))); \
 install one (Debian and Ubuntu: apt install python3 python3-venv) or name it: make PYTHON=/path/to/python3.12
 # The compiler's wheel is built for glibc 2.35; on an older one pip would refuse the whole installation.
 HAS_NPU := import platform as p; print(",npu" if [int(n) for n in (p.libc_ver()[1] or "0").split(".")] >= [2, 35] else "")
@@ -38,7 +41,7 @@ print(f"torch {torch.__version__} and torchvision {torchvision.__version__} are 
 NO_PAIR := torch and torchvision are not of one build; name a matching pair with TORCH, as the head of the Makefile shows
 quote = $(foreach word,$(1),'$(subst ',,$(subst ",,$(word)))')
 
-.PHONY: help setup run lab test lint clean
+.PHONY: help setup run lab test bench lint clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -48,7 +51,7 @@ setup: $(READY)
 # `ready` is written last, so that an installation which was interrupted is done again.
 $(READY): pyproject.toml
 	@rm -f $@; \
-	if ! $(BIN)/python -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	if ! $(BIN)/python -c 'import sys, pip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then \
 	  for python in $(or $(PYTHON),$(CANDIDATES)); do \
 	    if $$python -c '$(SUITABLE)' >/dev/null 2>&1; then found=$$python; break; fi; \
 	  done; \
@@ -70,6 +73,10 @@ lab: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m pytest --nbmake --nbmake-timeout=900 -n $(WORKERS) --dist loadfile --no-loadscope-reorder notebooks tests $(PYTEST_ARGS)
+
+bench: $(READY)
+	@$(BIN)/python -m lumen_lab.datasets.sources $(SOURCES)
+	@$(BIN)/python -m lumen_lab.bench $(SOURCES)
 
 lint: $(READY)
 	@$(BIN)/ruff check .

@@ -16,12 +16,15 @@ from torch import nn
 from lumen_lab.bench.lists import BENCH_DIR, PHOTOGRAPHS, read_lists, scenes_of
 from lumen_lab.bench.report import write_report
 from lumen_lab.bench.table import BenchTable, differences, run_bench
+from lumen_lab.datasets.scenes import ComposedScenes
 from lumen_lab.datasets.sources import open_sources
+from lumen_lab.distillation.gates import gate_rows
 from lumen_lab.errors import DatasetError, LumenError
 from lumen_lab.network import MICRO_WEIGHTS, load_network
 from lumen_lab.specs import file_sha256
 
 SHOWN = ("s_measure", "weighted_f", "f_max", "e_mean", "mae", "iou", "boundary_iou", "thin_recall", "soft_edge_gap_px")
+GATE_SCENES = 24
 RECORDED = BENCH_DIR / "teacher.json"
 
 
@@ -53,9 +56,10 @@ def bench(given: argparse.Namespace) -> int:
     lists = chosen_lists(given.lists, photographs=given.sources is not None)
     bank = open_sources(given.sources) if given.sources else None
     scores = run_bench(predictor, lists, bank=bank, out_dir=given.out, workers=given.workers)
-    table = BenchTable.from_scores(described, scores)
-    print_table(table)
     scenes = {entry.name: scenes_of(entry, bank) for entry in lists}
+    gates = gates_of(predictor, next(iter(scenes.values())))
+    table = BenchTable.from_scores(described, scores, gates=gates)
+    print_table(table)
     print(write_report(Path(given.out) / "bench.html", predictor, table, scores, scenes))
     if given.record:
         print(table.save(RECORDED))
@@ -82,12 +86,21 @@ def chosen_lists(names: Sequence[str] | None, *, photographs: bool) -> list:
     return [entry for entry in chosen if names or photographs or entry.sources != PHOTOGRAPHS]
 
 
+def gates_of(predictor: nn.Module | Path, scenes: ComposedScenes) -> list[dict[str, object]]:
+    """The gates of a network on its first scenes; none for a file."""
+    if not isinstance(predictor, nn.Module):
+        return []
+    return gate_rows(predictor, [scenes[index]["image"] for index in range(min(GATE_SCENES, len(scenes)))])
+
+
 def print_table(table: BenchTable) -> None:
-    """The means over all images, in columns."""
+    """The means over all images, in columns, and the gates."""
     print(f"{'list':<10} {'reading':<10} {'images':>6} " + " ".join(f"{name:>12.12}" for name in SHOWN))
     for row in table.rows():
         cells = " ".join(f"{'' if row[name] is None else format(row[name], '.4f'):>12}" for name in SHOWN)
         print(f"{row['list']:<10} {row['reading']:<10} {row['images']:>6} {cells}")
+    for row in table.gates:
+        print(f"gate {row['gate']:<8} mean {row['mean']:.3f}, {'alive' if row['alive'] else 'dead'}")
 
 
 def compared(table: BenchTable) -> int:

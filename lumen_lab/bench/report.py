@@ -35,6 +35,7 @@ def write_report(
 ) -> Path:
     """Write the page; it stands alone, pictures included. Returns its path."""
     parts = [f"<h1>Bench</h1><p>{html.escape(table.predictor)}</p>", html_table(table.rows(), caption="All lists")]
+    parts.append(html_table(table.gates, caption="Gates, on scenes of the first list"))
     for name, found in scores.items():
         parts.append(f"<h2>{html.escape(name)}</h2>")
         parts += [html_table(found.attribute_rows(reading=r), caption=f"By attribute, {r}") for r in READINGS]

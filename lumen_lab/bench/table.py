@@ -22,11 +22,15 @@ RELATIVE_TOLERANCE = 2e-2
 
 @dataclass(frozen=True)
 class BenchTable(Record):
-    """List → reading → one line for "all" and for each attribute, with every metric; what was scored, with what."""
+    """List → reading → one line for "all" and for each attribute, with every metric; what was scored, with what.
+
+    ``gates``: lines of ``lumen_lab.distillation.gates`` on scenes of the first list, where the predictor has gates.
+    """
 
     predictor: str
     versions: dict[str, str]
     lists: dict[str, dict[str, tuple[dict[str, object], ...]]]
+    gates: tuple[dict[str, object], ...] = ()
 
     def value(self, name: str, metric: str, *, reading: str = "raw", attribute: str = "all") -> float | None:
         """One mean of the table."""
@@ -41,16 +45,18 @@ class BenchTable(Record):
         ]
 
     @classmethod
-    def from_scores(cls, predictor: str, scores: Mapping[str, Scores]) -> BenchTable:
+    def from_scores(
+        cls, predictor: str, scores: Mapping[str, Scores], *, gates: Iterable[dict[str, object]] = ()
+    ) -> BenchTable:
         """The table of several lists' scores."""
         lists = {
             name: {reading: tuple(found.attribute_rows(reading=reading)) for reading in READINGS}
             for name, found in scores.items()
         }
-        return cls(predictor, tool_versions(*TOOLS), lists)
+        return cls(predictor, tool_versions(*TOOLS), lists, tuple(gates))
 
     def _repr_html_(self) -> str:
-        tables = [html_table(self.rows(), caption=self.predictor)]
+        tables = [html_table(self.rows(), caption=self.predictor), html_table(self.gates, caption="Gates")]
         tables += [
             html_table(lists[reading], caption=f"{name}, {reading}")
             for name, lists in self.lists.items()

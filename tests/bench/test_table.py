@@ -16,7 +16,7 @@ LIST = BenchList("small", "a test", "drawn", "", "test", 7, 6, (64, 64), {"shape
 
 
 class BrightParts:
-    """A predictor with a mask of its own: the brighter a pixel, the likelier foreground; ``bias`` moves the threshold."""
+    """The brighter a pixel, the likelier foreground; ``bias`` moves the threshold."""
 
     config = type("Config", (), {"image_size": (64, 64)})
 

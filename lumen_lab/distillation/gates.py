@@ -1,0 +1,50 @@
+"""The decoder's gates: one-channel sigmoid maps that multiply its features, and may die without a word.
+
+A gate near 0 cuts its branch off, one near 1 no longer gates; a mask loss sees neither, since the rest of the decoder
+makes up for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from lumen_lab.taps import tap
+
+GATES = {
+    "deep": "decoder.gdt_convs_attn_4",
+    "middle": "decoder.gdt_convs_attn_3",
+    "shallow": "decoder.gdt_convs_attn_2",
+}
+ALIVE = (0.1, 0.9)
+"""A gate is alive while its mean over pictures and pixels is within these."""
+
+
+def gate_rows(network: nn.Module, images: Iterable[Tensor]) -> list[dict[str, object]]:
+    """For each gate of a BiRefNet, over normalised ``images`` (each 3×H×W): its mean, the lowest and highest mean of a
+    picture, the share of pixels under 0.05 and over 0.95, and whether it is alive."""
+    maps: dict[str, list[Tensor]] = {name: [] for name in GATES}
+    for image in images:
+        with tap(network, GATES.values()) as taps, torch.no_grad():
+            network(image[None])
+        for name, path in GATES.items():
+            maps[name].append(torch.sigmoid(taps[path].outputs[0]))
+    return [_row(name, GATES[name], found) for name, found in maps.items()]
+
+
+def _row(name: str, path: str, maps: list[Tensor]) -> dict[str, object]:
+    means = torch.stack([gate.mean() for gate in maps])
+    pixels = torch.cat([gate.flatten() for gate in maps])
+    mean = float(means.mean())
+    return {
+        "gate": name,
+        "site": path,
+        "mean": mean,
+        "lowest picture": float(means.min()),
+        "highest picture": float(means.max()),
+        "under 0.05": float((pixels < 0.05).float().mean()),
+        "over 0.95": float((pixels > 0.95).float().mean()),
+        "alive": ALIVE[0] <= mean <= ALIVE[1],
+    }

@@ -1,0 +1,51 @@
+"""Gates that are alive, and one that was killed."""
+
+import pytest
+import torch
+
+from lumen_lab.distillation.gates import GATES, gate_rows
+from lumen_lab.network import BiRefNet
+
+
+@pytest.fixture
+def network(tiny_config):
+    torch.manual_seed(0)
+    return BiRefNet(tiny_config).eval()
+
+
+@pytest.fixture
+def images():
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(3, 64, 96, generator=draw) for _ in range(2)]
+
+
+def fixed(network, path, bias):
+    """The gate at ``path`` becomes sigmoid(bias) everywhere."""
+    conv = network.get_submodule(path)[0]
+    torch.nn.init.zeros_(conv.weight)
+    torch.nn.init.constant_(conv.bias, bias)
+
+
+def test_a_constant_gate_by_hand(network, images):
+    for path, bias in zip(GATES.values(), (-25.0, 0.0, 4.0)):
+        fixed(network, path, bias)
+    dead, alive, open_ = gate_rows(network, images)
+    assert dead["mean"] == pytest.approx(1.3888e-11, rel=1e-3)
+    assert (dead["alive"], dead["under 0.05"]) == (False, 1.0)
+    assert (alive["mean"], alive["alive"], alive["under 0.05"], alive["over 0.95"]) == (0.5, True, 0.0, 0.0)
+    assert open_["mean"] == pytest.approx(0.98201, abs=1e-4)
+    assert (open_["alive"], open_["over 0.95"]) == (False, 1.0)
+
+
+def test_one_dead_picture_shows_in_the_lowest_mean(network, images):
+    rows = gate_rows(network, images)
+    alone = [gate_rows(network, [image]) for image in images]
+    for row, first, second in zip(rows, *alone):
+        assert row["lowest picture"] == pytest.approx(min(first["mean"], second["mean"]))
+        assert row["highest picture"] == pytest.approx(max(first["mean"], second["mean"]))
+        assert row["mean"] == pytest.approx((first["mean"] + second["mean"]) / 2)
+
+
+def test_nothing_is_left_hooked(network, images):
+    gate_rows(network, images)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in network.modules())
