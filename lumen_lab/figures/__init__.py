@@ -4,7 +4,17 @@ The figures are made without pyplot, so they need no display, none is left open,
 returns, once.
 """
 
+from lumen_lab.figures.contact import contact_sheet, learning_curve, reliability_diagram
 from lumen_lab.figures.graph import macs_by_site, partition_strip
 from lumen_lab.figures.masks import difference_map, mask_grid, mask_overlay
 
-__all__ = ["difference_map", "macs_by_site", "mask_grid", "mask_overlay", "partition_strip"]
+__all__ = [
+    "contact_sheet",
+    "difference_map",
+    "learning_curve",
+    "macs_by_site",
+    "mask_grid",
+    "mask_overlay",
+    "partition_strip",
+    "reliability_diagram",
+]
