@@ -9,30 +9,43 @@ from __future__ import annotations
 import numpy as np
 
 from lumen_lab.datasets import compose, thin
-from lumen_lab.datasets.sources import SPLITS, Source, SourceBank, SourceIndex
+from lumen_lab.datasets.sources import Source, SourceBank, SourceIndex
+from lumen_lab.errors import DatasetError
 
-SHARES = {"train": 0.6, "validation": 0.2, "test": 0.2}
+CYCLE = ("train", "train", "validation", "train", "test")
+"""Splits of pictures 0, 1, 2 …, over and over: more pictures leave the earlier ones where they are."""
+
+MIN_SIDE_PX = 32
 
 
 def drawn_sources(*, pictures: int = 40, side_px: int = 256, seed: int = 0) -> SourceBank:
-    """A bank of ``pictures`` drawn cut-outs and as many backgrounds, ``side_px`` high and wide, split 3 : 1 : 1.
+    """A bank of ``pictures`` drawn cut-outs and as many backgrounds, split 3 : 1 : 1.
 
-    Picture i is a pure function of (seed, i): the same bits on every machine with the same numpy, scipy and Pillow.
+    Backgrounds are ``side_px`` high and wide; cut-outs are drawn so large and then cropped to what shows. Picture i and
+    its split are a function of (seed, i, ``side_px``) alone: the same bits on every machine whose numpy, scipy and
+    Pillow round alike. ``DatasetError`` below 5 pictures, where a split would be empty, or below 32 px.
     """
+    if pictures < len(CYCLE) or side_px < MIN_SIDE_PX:
+        raise DatasetError(
+            f"Asked for {pictures} drawn pictures of {side_px} px; it takes {len(CYCLE)} for one in every split, and "
+            f"{MIN_SIDE_PX} px to draw on."
+        )
     sources, pixels = [], []
     for kind, draw in (("foreground", draw_cutout), ("background", draw_backdrop)):
         for index in range(pictures):
-            rng = np.random.default_rng([seed, index, kind == "foreground"])
-            drawn = draw((side_px, side_px), rng=rng)
+            drawn = draw((side_px, side_px), rng=np.random.default_rng([seed, index, kind == "foreground"]))
             name = f"drawn/{kind}/{seed}/{index:04d}"
-            sources.append(Source(name, kind, name, _split(index, pictures), drawn.shape[:2]))
+            sources.append(Source(name, kind, name, CYCLE[index % len(CYCLE)], drawn.shape[:2]))
             pixels.append(drawn)
     counts = {"foreground": pictures, "background": pictures}
     return SourceBank(SourceIndex(counts, counts, {}, tuple(sources)), tuple(pixels))
 
 
 def draw_cutout(size: tuple[int, int], *, rng: np.random.Generator) -> np.ndarray:
-    """uint8 H×W×4: a smooth random shape, or a thin structure one time in four, textured and lit."""
+    """uint8 h×w×4: a smooth random shape, or a thin structure one time in four, textured, lit and cropped to its alpha.
+
+    ``size`` is the frame that it is drawn in.
+    """
     if rng.random() < 0.25:
         alpha = thin.draw_thin(str(rng.choice(list(thin.STRUCTURES))), size=size, rng=rng)
     else:
@@ -42,7 +55,9 @@ def draw_cutout(size: tuple[int, int], *, rng: np.random.Generator) -> np.ndarra
         part = thin.draw_shape(size=size, rng=rng)[..., None]
         rgb = rgb + part * (compose.backdrop(size, rng=rng) - rgb)
     rgb = compose.shade(rgb, rng=rng, light=compose.relief_light(alpha, rng=rng, depth_px=0.03 * min(size)))
-    return np.concatenate([compose.to_uint8(rgb), compose.to_uint8(alpha)[..., None]], axis=2)
+    rgba = np.concatenate([compose.to_uint8(rgb), compose.to_uint8(alpha)[..., None]], axis=2)
+    rows, columns = np.nonzero(rgba[..., 3])
+    return np.ascontiguousarray(rgba[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1])
 
 
 def draw_backdrop(size: tuple[int, int], *, rng: np.random.Generator) -> np.ndarray:
@@ -51,12 +66,3 @@ def draw_backdrop(size: tuple[int, int], *, rng: np.random.Generator) -> np.ndar
     if rng.random() < 0.5:
         ground = compose.two_planes(compose.backdrop(size, rng=rng), ground, rng=rng)
     return compose.to_uint8(ground)
-
-
-def _split(index: int, pictures: int) -> str:
-    place, end = (index + 0.5) / pictures, 0.0
-    for split in SPLITS:
-        end += SHARES[split]
-        if place < end:
-            break
-    return split

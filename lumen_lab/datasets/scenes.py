@@ -92,22 +92,30 @@ class ComposedScenes(torch.utils.data.Dataset):
     def sample(self, index: int) -> Sample:
         """Scene ``index`` as a score reads it: its image in eight bits, as a file would hold it."""
         scene = self.scene(index)
-        image = np.rint(scene.image * np.float32(255)).astype(np.uint8)
         flags = matte_attributes(scene.matte, scene.image, objects=scene.objects)
-        return Sample(self.name(index), image, scene.matte.astype(np.float32), flags)
+        matte = np.ascontiguousarray(scene.matte, dtype=np.float32)
+        return Sample(self.name(index), compose.to_uint8(scene.image), matte, flags)
 
     def name(self, index: int) -> str:
-        """The name of sample ``index``: its split, seed and number."""
+        """The name of sample ``index``: its split, seed and number.
+
+        It does not tell mixtures, sizes or sources apart: a folder of masks is of one data set.
+        """
+        if not 0 <= index < self.length:
+            raise IndexError(f"scene {index} of {self.length}")
         return f"{self.split}/{self.seed}/{index:06d}"
 
     def identity(self) -> dict[str, str]:
-        """What decides every scene, in words; the pictures by a hash of their pixels."""
+        """What decides every scene, in words; the pictures by a hash of their pixels.
+
+        The order of the mixture counts (a draw picks by place), the number of scenes does not: scene i is the same.
+        """
         return {
             "kind": "composed scenes",
             "split": self.split,
             "size": f"{self.size[0]}x{self.size[1]}",
             "seed": str(self.seed),
-            "mixture": json.dumps(self.mixture, sort_keys=True),
+            "mixture": json.dumps(self.mixture),
             "sources": self.sources_sha256(),
         }
 

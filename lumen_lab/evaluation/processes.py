@@ -160,19 +160,31 @@ def _ended(exitcode: int | None, held: list[int] | None, task: Task) -> LumenErr
 
 
 def _work(connection: Connection) -> None:
-    """The life of a worker: take the task, then score one part after another until there is none."""
+    """The life of a worker; it ends without unloading torch, which takes seconds and saves nothing."""
     _end_with_parent()
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
-        pickled = connection.recv_bytes()
-        try:
-            task = _taken(pickled)
-            connection.send(READY)
-            while (part := pickle.loads(connection.recv_bytes())) is not None:
-                for line in task.lines(part):
-                    connection.send(line)
-                connection.send(MORE)
-        except LumenError as error:
-            connection.send(_told(error))
+    try:
+        with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
+            _serve(connection)
+        code = 0
+    except SystemExit:  # the parent asked for it
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def _serve(connection: Connection) -> None:
+    """Take the task, then score one part after another until there is none; what goes wrong is sent."""
+    pickled = connection.recv_bytes()
+    try:
+        task = _taken(pickled)
+        connection.send(READY)
+        while (part := pickle.loads(connection.recv_bytes())) is not None:
+            for line in task.lines(part):
+                connection.send(line)
+            connection.send(MORE)
+    except LumenError as error:
+        connection.send(_told(error))
 
 
 def _end_with_parent() -> None:

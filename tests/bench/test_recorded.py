@@ -1,0 +1,77 @@
+"""The recorded table of the micro teacher is what its weights give: anyone's run of the bench matches it."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lumen_lab.bench import BENCH_DIR, BenchTable, differences, read_lists, run_bench, scenes_of
+from lumen_lab.bench.__main__ import main
+from lumen_lab.datasets.sources import open_sources
+from lumen_lab.errors import LumenError
+from lumen_lab.network import MICRO_WEIGHTS, load_network
+from lumen_lab.specs import file_sha256
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return BenchTable.load(BENCH_DIR / "teacher.json")
+
+
+@pytest.fixture(scope="module")
+def photographs():
+    """The Debian photographs, where `make bench` or continuous integration has fetched them."""
+    folder = Path(os.environ.get("LUMEN_SOURCES", ROOT / "build" / "sources"))
+    try:
+        return open_sources(folder)
+    except LumenError as error:
+        pytest.skip(f"the photographs are not here (make bench fetches them): {error}")
+
+
+def test_the_recorded_table_is_of_the_shipped_weights(recorded):
+    assert recorded.predictor == f"{MICRO_WEIGHTS.name} sha256 {file_sha256(MICRO_WEIGHTS)}"
+    assert set(recorded.lists) == set(read_lists())
+    for name, entry in read_lists().items():
+        assert [tables[0]["images"] for tables in recorded.lists[name].values()] == [entry.images] * 2
+
+
+def test_the_gates_of_the_teacher_are_alive(recorded):
+    assert [row["gate"] for row in recorded.gates] == ["deep", "middle", "shallow"]
+    assert all(0.1 <= row["mean"] <= 0.9 for row in recorded.gates), recorded.gates
+
+
+@pytest.mark.slow
+def test_drawn_scenes_give_the_recorded_scores(recorded):
+    scores = run_bench(load_network("micro"), [read_lists()["drawn"]], workers=0)
+    assert differences(recorded, BenchTable.from_scores("found", scores)) == []
+
+
+@pytest.mark.slow
+def test_photographs_give_the_recorded_scores(recorded, photographs):
+    lists = [entry for entry in read_lists().values() if entry.sources == "photographs"]
+    scores = run_bench(load_network("micro"), lists, bank=photographs, workers=0)
+    assert differences(recorded, BenchTable.from_scores("found", scores)) == []
+
+
+def test_no_scene_of_the_lists_shares_a_picture_with_the_training_split(photographs):
+    held_out = scenes_of(read_lists()["composed"], photographs)
+    for kind, groups in (("foreground", held_out.foregrounds), ("background", held_out.backgrounds)):
+        trained = {picture.tobytes() for group in photographs.select(kind, "train") for picture in group}
+        assert not trained & {picture.tobytes() for group in groups for picture in group}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--lists", "hard"], "There is no list hard; the lists are composed, thin, drawn."),
+        (["--lists", "composed"], "The list composed is composed from photographs; fetch them"),
+        (["--weights", "gone.safetensors"], "gone.safetensors was asked for and is not there"),
+        (["nowhere"], "nowhere was asked for cut-outs and backgrounds; found no such folder"),
+    ],
+)
+def test_the_command_refuses_in_one_sentence(arguments, sentence, capsys, tmp_path):
+    assert main([*arguments, "--out", str(tmp_path), "--workers", "0"]) == 2
+    assert capsys.readouterr().err.startswith(sentence)
+    assert list(tmp_path.iterdir()) == []
