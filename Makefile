@@ -12,7 +12,7 @@
 #   TORCH="torch torchvision --index-url https://download.pytorch.org/whl/cpu"
 #                                 a torch and torchvision of your own choice (a matching pair, any build)
 #   WALK="notebooks/01_operator_audit.ipynb"    the notebooks that `make run` executes
-#   SOURCES=build/sources           the folder of cut-outs and backgrounds that scenes are composed from
+#   SOURCES=build/sources           where the photographs of the bench are kept
 #   PYTEST_ARGS="-k images"       more for pytest
 
 SHELL := /bin/bash
@@ -75,8 +75,7 @@ test: $(READY)
 	@$(BIN)/python -m pytest --nbmake --nbmake-timeout=900 -n $(WORKERS) --dist loadfile --no-loadscope-reorder notebooks tests $(PYTEST_ARGS)
 
 bench: $(READY)
-	@$(BIN)/python -m lumen_lab.datasets.sources $(SOURCES)
-	@$(BIN)/python -m lumen_lab.bench $(SOURCES)
+	@$(BIN)/python -m lumen_lab.bench --fetch $(SOURCES)
 
 lint: $(READY)
 	@$(BIN)/ruff check .

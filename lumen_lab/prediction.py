@@ -119,13 +119,18 @@ def run_session(session, path: Path, value: np.ndarray) -> np.ndarray:
         ) from None
 
 
-def onnx_session(path: Path):
-    """An onnxruntime session on the CPU; ``ArtifactError`` if there is no such file or it is no ONNX model."""
+def onnx_session(path: Path, *, threads: int | None = None):
+    """An onnxruntime session on the CPU with so many threads, or as many as it likes.
+
+    ``ArtifactError`` if there is no such file or it is no ONNX model.
+    """
     import onnxruntime
 
     if not path.is_file():
         raise ArtifactError(f"Asked to predict with {path}, which is not there; export or compile it first.")
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads or 0
     try:
-        return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise ArtifactError(f"{path} is not a model that onnxruntime can run: {str(error)[:200]}") from None

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
 
 from lumen_lab.datasets.drawn import drawn_sources
 from lumen_lab.datasets.scenes import ComposedScenes
 from lumen_lab.datasets.sources import SourceBank
 from lumen_lab.errors import ArtifactError, DatasetError
-from lumen_lab.specs import Record, write_whole
+from lumen_lab.specs import Record
 
 BENCH_DIR = Path(__file__).parents[2] / "data" / "bench"
 DRAWN, PHOTOGRAPHS = "drawn", "photographs"
+MATTE_TOLERANCE = 1e-3  # a few pixels of a soft edge; other random numbers move a mean by far more
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,9 @@ class BenchList(Record):
 
     ``sources``: "photographs" (the Debian packages of ``lumen_lab.datasets.debian``) or "drawn" (no pictures needed).
     ``sources_sha256`` is of the split's photographs, so that other ones are noticed before they are scored; drawn
-    pictures come from this code, and from processors that round alike.
-    ``asks`` says in a few words what the list is for.
+    pictures come from this code, and from processors that round alike. ``matte_means`` are those of the first scenes,
+    by which another version's random numbers are noticed. ``asks`` says in a few words what the list is for, and
+    ``aims`` what a teacher should reach on it (metric → raw mean).
     """
 
     name: str
@@ -36,6 +40,8 @@ class BenchList(Record):
     images: int
     size: tuple[int, int]
     mixture: dict[str, float]
+    matte_means: tuple[float, ...] = ()
+    aims: dict[str, float] = field(default_factory=dict)
 
 
 def read_lists(path: str | Path = BENCH_DIR / "lists.json") -> dict[str, BenchList]:
@@ -47,15 +53,11 @@ def read_lists(path: str | Path = BENCH_DIR / "lists.json") -> dict[str, BenchLi
     return {entry.name: entry for entry in lists}
 
 
-def write_lists(lists: Mapping[str, BenchList], path: str | Path) -> Path:
-    """Write lists as ``read_lists`` reads them."""
-    return write_whole(path, json.dumps([entry.to_json() for entry in lists.values()], indent=1) + "\n")
-
-
 def scenes_of(entry: BenchList, bank: SourceBank | None = None) -> ComposedScenes:
     """The scenes of a list. ``bank`` holds the photographs; a drawn list needs none.
 
-    ``DatasetError`` if the photographs are not given, or are not those the list was made with.
+    ``DatasetError`` if the photographs are not given or are not those the list was made with, or if these versions
+    compose other scenes from them.
     """
     if entry.sources == DRAWN:
         bank = drawn_sources()
@@ -73,4 +75,14 @@ def scenes_of(entry: BenchList, bank: SourceBank | None = None) -> ComposedScene
             f"The list {entry.name} was made with other {entry.sources} (SHA-256 {entry.sources_sha256[:12]}…, found "
             f"{found[:12]}…): another version of a package, of Pillow or of a filter; scores would not be comparable."
         )
+    means = [float(scenes.scene(index).matte.mean()) for index in range(len(entry.matte_means))]
+    if not np.allclose(means, entry.matte_means, rtol=0, atol=MATTE_TOLERANCE):
+        raise DatasetError(
+            f"The list {entry.name} is composed otherwise here (its first mattes cover {_shares(means)} of the frame, "
+            f"recorded {_shares(entry.matte_means)}): the scene code or numpy's random numbers have changed."
+        )
     return scenes
+
+
+def _shares(means: Iterable[float]) -> str:
+    return ", ".join(f"{mean:.3f}" for mean in means)

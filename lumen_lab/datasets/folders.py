@@ -18,6 +18,8 @@ from lumen_lab.errors import DatasetError
 from lumen_lab.images import load_image, load_mask, resize_image, resize_mask, to_network_input
 from lumen_lab.specs import file_sha256
 
+SAMPLE_CODE = (Path(__file__), Path(__file__).with_name("attributes.py"))
+
 LEAST_OBJECT_SHARE = 0.005
 
 
@@ -66,7 +68,10 @@ class PairedFolder(torch.utils.data.Dataset):
         return self.listing.pairs[index].name
 
     def identity(self) -> dict[str, str]:
-        """What decides every sample, in words: the pairs by a hash of their names and of the bytes of their files."""
+        """What decides every sample, in words: the pairs by a hash of their names and of the bytes of their files.
+
+        The code that reads a pair and tells its attributes counts too.
+        """
         digest, root = hashlib.sha256(), Path(self.listing.root)
         for pair in self.listing.pairs:
             sides = [file_sha256(root / file) for file in (pair.image, pair.mask)]
@@ -76,6 +81,7 @@ class PairedFolder(torch.utils.data.Dataset):
             "pairs": digest.hexdigest(),
             "orphans": str(len(self.listing.orphan_images) + len(self.listing.orphan_masks)),
             "from_alpha": str(self.from_alpha),
+            "sample code": hashlib.sha256(b"".join(path.read_bytes() for path in SAMPLE_CODE)).hexdigest(),
         }
 
     def __getitem__(self, index: int) -> dict[str, object]:

@@ -19,6 +19,11 @@ from lumen_lab.datasets.sources import SourceBank, open_sources
 from lumen_lab.errors import DatasetError
 from lumen_lab.images import IMAGENET_MEAN, IMAGENET_STD
 
+SCENE_CODE = tuple(
+    Path(__file__).with_name(f"{name}.py") for name in ("attributes", "compose", "drawn", "scenes", "thin")
+)
+"""The code that draws a scene and tells its attributes."""
+
 # How often each kind of scene is drawn; layouts name where the main cut-out stands.
 MIXTURE = {"cutout": 0.78, "thin": 0.12, "shape": 0.10}
 MOST_ENLARGED = 2.2  # beyond that a cut-out's edge shows its pixels
@@ -106,7 +111,7 @@ class ComposedScenes(torch.utils.data.Dataset):
         return f"{self.split}/{self.seed}/{index:06d}"
 
     def identity(self) -> dict[str, str]:
-        """What decides every scene, in words; the pictures by a hash of their pixels.
+        """What decides every scene, in words; the pictures and the code by hashes.
 
         The order of the mixture counts (a draw picks by place), the number of scenes does not: scene i is the same.
         """
@@ -117,6 +122,7 @@ class ComposedScenes(torch.utils.data.Dataset):
             "seed": str(self.seed),
             "mixture": json.dumps(self.mixture),
             "sources": self.sources_sha256(),
+            "scene code": hashlib.sha256(b"".join(path.read_bytes() for path in SCENE_CODE)).hexdigest(),
         }
 
     def sources_sha256(self) -> str:

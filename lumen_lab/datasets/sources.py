@@ -364,7 +364,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(arguments) != 1:
         print("usage: python -m lumen_lab.datasets.sources OUT_DIR", file=sys.stderr)
         return 2
-    bank = open_sources(fetch_debian_sources(arguments[0]))
+    try:
+        bank = open_sources(fetch_debian_sources(arguments[0]))
+    except DatasetError as error:
+        print(error, file=sys.stderr)
+        return 1
     for row in bank.index.rows():
         print("  ".join(f"{key} {value}" for key, value in row.items()))
     print(bank.index.save(Path(arguments[0]) / "index.json"))

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from lumen_lab.errors import LumenError
 from lumen_lab.taps import tap
 
 GATES = {
@@ -24,7 +25,15 @@ ALIVE = (0.1, 0.9)
 
 def gate_rows(network: nn.Module, images: Iterable[Tensor]) -> list[dict[str, object]]:
     """For each gate of a BiRefNet, over normalised ``images`` (each 3×H×W): its mean, the lowest and highest mean of a
-    picture, the share of pixels under 0.05 and over 0.95, and whether it is alive."""
+    picture, the share of pixels under 0.05 and over 0.95, and whether it is alive.
+
+    ``LumenError`` for a network in training mode, whose statistics the pictures would move, or without an image.
+    """
+    images = list(images)
+    if network.training or not images:
+        raise LumenError(
+            f"Gates are read in eval mode on an image or more; found training={network.training}, {len(images)} images."
+        )
     maps: dict[str, list[Tensor]] = {name: [] for name in GATES}
     for image in images:
         with tap(network, GATES.values()) as taps, torch.no_grad():
@@ -42,9 +51,9 @@ def _row(name: str, path: str, maps: list[Tensor]) -> dict[str, object]:
         "gate": name,
         "site": path,
         "mean": mean,
-        "lowest picture": float(means.min()),
-        "highest picture": float(means.max()),
-        "under 0.05": float((pixels < 0.05).float().mean()),
-        "over 0.95": float((pixels > 0.95).float().mean()),
+        "lowest_mean": float(means.min()),
+        "highest_mean": float(means.max()),
+        "under_5_percent": float((pixels < 0.05).float().mean()),
+        "over_95_percent": float((pixels > 0.95).float().mean()),
         "alive": ALIVE[0] <= mean <= ALIVE[1],
     }

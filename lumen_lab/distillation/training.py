@@ -1,60 +1,41 @@
 """The training loop: deterministic from (seed, step), checkpointed, resumable, with an averaged copy of the weights.
 
 The network trains in its grid-sample form (``decompose_deform_conv``), the same function with a backward pass that
-uses every core, and is saved under the published names.
+uses every core, and comes back in its own form. Accelerate places it on whatever is there: one CPU, a GPU in mixed
+precision, or several processes started by ``accelerate launch``.
 """
 
 from __future__ import annotations
 
 import copy
-import csv
-import dataclasses
-import json
 import math
-from collections.abc import Callable, Iterator
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast
+from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
-from lumen_lab.distillation.losses import LossWeights, supervised_loss
-from lumen_lab.errors import ArtifactError, LumenError
-from lumen_lab.rewrites.deform import DECOMPOSE_DEFORM_CONV, RECOMPOSE_DEFORM_CONV
-from lumen_lab.rewrites.plan import rewrite
-from lumen_lab.specs import replacing
+from lumen_lab.distillation.checkpoint import TrainingState, load_state, save_state
+from lumen_lab.distillation.losses import supervised_loss
+from lumen_lab.distillation.recipe import Recipe, recipe_record
+from lumen_lab.distillation.run_log import RunLog
+from lumen_lab.distillation.stopping import STOPS, deaf_to_interrupts, held_back
+from lumen_lab.errors import LumenError
+from lumen_lab.rewrites.deform import DECOMPOSE_DEFORM_CONV, RECOMPOSE_DEFORM_CONV, GridSampleConv
+from lumen_lab.rewrites.plan import place
+from lumen_lab.rewrites.record import Rewrite, Site
 
-
-@dataclass(frozen=True)
-class Recipe:
-    """How to train. ``sizes`` lists (from this share of the steps on, (H, W)); the rate follows a cosine to zero.
-
-    ``encoder_rate`` scales the rate of the transformer (parameters under ``bb.``): at the rate that suits the
-    convolutions its attention logits grow past 100, where softmax is one-hot and the shifted-window mask of −100 leaks.
-    """
-
-    steps: int
-    batch: int = 8
-    learning_rate: float = 1e-3
-    encoder_rate: float = 0.3
-    weight_decay: float = 1e-2
-    warmup_steps: int = 200
-    sizes: tuple[tuple[float, tuple[int, int]], ...] = ((0.0, (128, 128)),)
-    ema_decay: float = 0.998
-    max_gradient_norm: float = 5.0
-    weights: LossWeights = LossWeights()
-    seed: int = 0
-
-    def size_at(self, step: int) -> tuple[int, int]:
-        """Training size (H, W) at ``step``."""
-        return [size for start, size in self.sizes if step >= start * self.steps][-1]
-
-    def rate_at(self, step: int) -> float:
-        """Learning rate at ``step``: linear warm-up, then half a cosine."""
-        warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
-        return self.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * step / self.steps))
+Validation = Callable[[nn.Module], Mapping[str, float | None]]
 
 
 def train(
@@ -63,72 +44,278 @@ def train(
     recipe: Recipe,
     out_dir: str | Path,
     *,
+    accelerator: Accelerator | None = None,
+    validate: Validation | None = None,
+    validate_every: int = 500,
     workers: int = 1,
     checkpoint_every: int = 200,
     log_every: int = 20,
     stop_after: int | None = None,
 ) -> nn.Module:
-    """Train and return the averaged network, in eval mode and with the published layout.
+    """Train a copy of ``network`` and return it with the averaged weights, on the CPU and in eval mode.
 
     ``scenes_at((H, W))`` gives a dataset of scenes (``image``, ``matte``) whose item i depends on i alone. The state is
-    kept in ``out_dir/checkpoint.pt``; a second call goes on from it to the same numbers, and refuses a checkpoint of
-    another recipe. ``stop_after`` ends early, as a kill would. The log is ``out_dir/log.csv``.
+    kept in ``out_dir/checkpoint.pt``; a second call goes on from it, with as many threads to the same bits, and refuses
+    a checkpoint of another recipe, precision, number of processes or network (``ArtifactError``). Ctrl-C and SIGTERM
+    wait until the step is made and kept; after a kill, the steps since the last checkpoint are made again.
+    ``stop_after`` ends early.
+
+    ``accelerator`` says where and in which precision; by default what ``accelerate launch`` or the machine offers, in
+    float32. Each process takes its share of every batch; batch statistics are those of the share. ``validate`` scores
+    the averaged network every ``validate_every`` steps, in the first process. The log is ``train.csv`` (a line is of
+    the step with that index), ``validation.csv`` (after so many steps) and TensorBoard. torch's global random state is
+    left as it was found. ``LumenError`` if the loss or gradient is no longer finite, or a loading process dies.
     """
-    out_dir = Path(out_dir)
+    accelerator, out_dir = accelerator or Accelerator(), Path(out_dir)
+    check_accelerator(accelerator, recipe)
+    check_intervals(validate_every, checkpoint_every, log_every)
     out_dir.mkdir(parents=True, exist_ok=True)
-    height, width = recipe.size_at(0)
-    example = torch.zeros(2, 3, height, width)
-    network = copy.deepcopy(network).eval()
-    model = rewrite(network, (DECOMPOSE_DEFORM_CONV,), example_inputs=(example,)).model.train()
-    optimizer = torch.optim.AdamW(parameter_groups(model, recipe), lr=recipe.learning_rate)
-    average = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    start = resume(out_dir, recipe, model, optimizer, average)
     last = min(recipe.steps, recipe.steps if stop_after is None else stop_after)
-    log = open_log(out_dir / "log.csv", start)
-    progress = tqdm(total=recipe.steps, initial=start, desc="training", unit="step", mininterval=2)
-    for step, scene in batches(scenes_at, recipe, start, last, workers):
-        terms = one_step(model, optimizer, scene["image"], scene["matte"], recipe, step)
-        update_average(average, model.state_dict(), min(recipe.ema_decay, (1 + step) / (10 + step)))
-        if step % log_every == 0:
-            log(step, recipe.rate_at(step), terms)
-            progress.set_postfix(loss=f"{sum(terms.values()):.3f}")
-        progress.update()
-        if (step + 1) % checkpoint_every == 0 or step + 1 == last:
-            save_state(out_dir, recipe, model, optimizer, average, step + 1)
-    progress.close()
-    model.load_state_dict(average)
-    return rewrite(model.eval(), (RECOMPOSE_DEFORM_CONV,), example_inputs=(example,)).model
+    with own_random_state(accelerator.device), held_back(*STOPS) as stops:
+        run = begin(network, recipe, out_dir, accelerator)
+        loaded = batches(scenes_at, recipe, run.start, last, workers, accelerator)
+        with closing(run), closing(loaded), worker_deaths_in_words():
+            for step, scene in loaded:
+                terms, made = run.make(step, scene), step + 1
+                if step % log_every == 0:
+                    run.report(step, terms)
+                if validate and (made % validate_every == 0 or made == recipe.steps):
+                    run.score(made, validate)
+                stopping = asked_to_stop(stops, accelerator)
+                if stopping or made % checkpoint_every == 0 or made == last:
+                    run.keep(made)
+                if stopping:
+                    run.progress.write(f"Stopped after step {made}, which is kept; call again to go on.", sys.stderr)
+                    break
+    accelerator.wait_for_everyone()
+    with own_random_state(accelerator.device):
+        return averaged_network(network, recipe, broadcast(run.state.average))
 
 
-def one_step(model, optimizer, image: Tensor, matte: Tensor, recipe: Recipe, step: int) -> dict[str, float]:
-    """One update; dropout and stochastic depth draw from a generator seeded with (seed, step)."""
-    torch.manual_seed(recipe.seed * 1_000_003 + step)
+@dataclass(frozen=True)
+class Run:
+    """One call of ``train``: what its parts share. ``log`` and ``progress`` write in the first process alone."""
+
+    network: nn.Module
+    recipe: Recipe
+    accelerator: Accelerator
+    model: nn.Module
+    state: TrainingState
+    checkpoint: Path
+    start: int
+    log: RunLog | None
+    progress: tqdm
+
+    def make(self, step: int, scene: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """One update of the weights and of their average; the terms of the loss over this process's share."""
+        terms = one_step(self.model, self.state.optimizer, scene, self.recipe, step, self.accelerator)
+        decay = min(self.recipe.ema_decay, (1 + step) / (10 + step))
+        update_average(self.state.average, self.state.model.state_dict(), decay)
+        self.progress.update()
+        return terms
+
+    def report(self, step: int, terms: Mapping[str, Tensor]) -> None:
+        """Log the terms' mean over the processes."""
+        terms = {name: float(value) for name, value in self.accelerator.reduce(dict(terms), "mean").items()}
+        if self.log:
+            self.log.add("train", step, {"learning_rate": self.recipe.rate_at(step), **terms})
+            self.progress.set_postfix(loss=f"{sum(terms.values()):.3f}")
+
+    def score(self, made: int, validate: Validation) -> None:
+        """Log what ``validate`` says of the averaged network after so many steps."""
+        if self.log:
+            self.log.add("validation", made, validate(averaged_network(self.network, self.recipe, self.state.average)))
+
+    def keep(self, made: int) -> None:
+        """Write the checkpoint after so many steps."""
+        if self.log:
+            self.log.flush()
+            save_state(self.checkpoint, self.state, made)
+
+    def close(self) -> None:
+        """End the progress bar and the log."""
+        self.progress.close()
+        if self.log:
+            self.log.close()
+
+
+def begin(network: nn.Module, recipe: Recipe, out_dir: Path, accelerator: Accelerator) -> Run:
+    """Place a copy of ``network`` and its optimizer, and take up what ``out_dir`` keeps of an earlier call."""
+    inner = trainable_form(network, recipe)
+    optimizer = torch.optim.AdamW(parameter_groups(inner, recipe), lr=recipe.learning_rate, fused=True)
+    model, optimizer = accelerator.prepare(inner, optimizer)
+    average = {name: value.detach().clone() for name, value in inner.state_dict().items()}
+    key = {"recipe": recipe_record(recipe), "precision": accelerator.mixed_precision}
+    key["processes"] = accelerator.num_processes
+    state = TrainingState(key, inner, optimizer, average, accelerator.scaler)
+    start = load_state(out_dir / "checkpoint.pt", state)
+    check_start(start, out_dir, accelerator)
+    first = accelerator.is_main_process
+    log = RunLog(out_dir, {"train": start, "validation": start + 1}) if first else None
+    progress = tqdm(total=recipe.steps, initial=start, desc="training", unit="step", mininterval=2, disable=not first)
+    return Run(network, recipe, accelerator, model, state, out_dir / "checkpoint.pt", start, log, progress)
+
+
+def check_accelerator(accelerator: Accelerator, recipe: Recipe) -> None:
+    """Refuse a batch that cannot be shared out, and a way of training that this loop does not carry."""
+    if accelerator.mixed_precision != "no" and not accelerator.native_amp:
+        raise LumenError(
+            f"{accelerator.mixed_precision} was asked for, and on this device accelerate would compute in float32; "
+            "take bf16 or no."
+        )
+    processes, kind = accelerator.num_processes, accelerator.distributed_type.value
+    launched = int(os.environ.get("WORLD_SIZE", processes))
+    if launched != processes:
+        raise LumenError(
+            f"The launcher started {launched} processes that do not know of each other and would write the same files; "
+            "to share a batch among CPUs, set ACCELERATE_USE_CPU=true."
+        )
+    if recipe.batch % processes or recipe.batch < 2 * processes:
+        raise LumenError(
+            f"A batch of {recipe.batch} cannot be shared by {processes} processes; take a multiple of {processes}, "
+            "at least 2 scenes for each."
+        )
+    if accelerator.gradient_accumulation_steps != 1:
+        raise LumenError(
+            f"The accelerator gathers gradients over {accelerator.gradient_accumulation_steps} steps; "
+            "make it without, and give the recipe the batch that is wanted."
+        )
+    if kind != "NO" and not kind.startswith("MULTI_"):
+        raise LumenError(f"Each process needs the whole network, and {kind} cuts it up; launch it as data parallel.")
+
+
+def check_intervals(*every: int) -> None:
+    """Refuse to do something every 0 steps."""
+    if min(every) < 1:
+        raise LumenError(
+            f"Validation, checkpoints and log lines come every {', '.join(map(str, every))} steps; 1 or more."
+        )
+
+
+def check_start(start: int, out_dir: Path, accelerator: Accelerator) -> None:
+    """Refuse processes that found different checkpoints, as on machines that do not share a disk."""
+    starts = accelerator.gather(torch.tensor([start], device=accelerator.device)).tolist()
+    if len(set(starts)) > 1:
+        raise LumenError(
+            f"The processes found checkpoints of the steps {starts} in {out_dir}; give a folder that all of them see."
+        )
+
+
+@contextmanager
+def own_random_state(device: torch.device) -> Iterator[None]:
+    """Give torch's global generators back as they were: a run seeds them at every step."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+
+
+@contextmanager
+def worker_deaths_in_words() -> Iterator[None]:
+    """Say in one sentence that a loading process died; torch raises a RuntimeError wherever the loop then is."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DataLoader worker (pid" not in str(error):
+            raise
+        said = str(error).strip().rstrip(".")
+        raise LumenError(
+            f"A process that loads scenes died ({said}); memory is the usual cause: call again, with fewer workers. "
+            "The last checkpoint is unharmed."
+        ) from error
+
+
+def asked_to_stop(stops: list[int], accelerator: Accelerator) -> bool:
+    """Whether a signal came to any process; all must leave after the same step, or one would wait for ever."""
+    if accelerator.num_processes > 1:
+        asked = torch.tensor(float(bool(stops)), device=accelerator.device)
+        if float(accelerator.reduce(asked, "sum")) and not stops:
+            stops.append(signal.SIGINT)
+    return bool(stops)
+
+
+def trainable_form(network: nn.Module, recipe: Recipe) -> nn.Module:
+    """A copy in its grid-sample form and in training mode, with dropout and stochastic depth as the recipe says."""
+    model = converted(network, DECOMPOSE_DEFORM_CONV)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout) and recipe.dropout is not None:
+            module.p = recipe.dropout
+        if isinstance(module, DropPath) and recipe.drop_path is not None:
+            module.drop_prob = recipe.drop_path
+    return model.train()
+
+
+def converted(network: nn.Module, rule: Rewrite) -> nn.Module:
+    """A copy on the CPU in which ``rule`` has replaced every module of its kind.
+
+    ``rewrite`` would trace a forward pass to make the constants of one size ahead; here each size makes its own when
+    it comes.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        model = copy.deepcopy(network).cpu()
+        for path, module in list(model.named_modules()):
+            if isinstance(module, rule.replaces):
+                for place_of, built in rule.built(Site(path, module, (), None)).items():
+                    place(model, place_of, built, rule.name)
+    return model
+
+
+def averaged_network(network: nn.Module, recipe: Recipe, average: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of ``network`` in eval mode on the CPU, with the weights ``average`` of its trainable form."""
+    form = trainable_form(network, recipe)
+    form.load_state_dict({name: value.cpu() for name, value in average.items()})
+    if not any(isinstance(module, GridSampleConv) for module in network.modules()):
+        form = converted(form, RECOMPOSE_DEFORM_CONV)
+    result = copy.deepcopy(network).cpu().eval()
+    result.load_state_dict(form.state_dict())
+    return result
+
+
+def one_step(model, optimizer, scene, recipe: Recipe, step: int, accelerator: Accelerator) -> dict[str, Tensor]:
+    """One update; dropout and stochastic depth draw from generators that are seeded at each step."""
+    torch.manual_seed(step_seed(recipe.seed, step, accelerator.process_index))
     for group in optimizer.param_groups:
         group["lr"] = recipe.rate_at(step) * group["rate_scale"]
+    image, matte = (scene[name].to(accelerator.device) for name in ("image", "matte"))
     terms = supervised_loss(model(image), image, matte, recipe.weights)
     loss = sum(terms.values())
     optimizer.zero_grad(set_to_none=True)
-    loss.backward()
+    accelerator.backward(loss)
+    accelerator.unscale_gradients(optimizer)
     norm = nn.utils.clip_grad_norm_(model.parameters(), recipe.max_gradient_norm)
-    for name, value in (("loss", float(loss.detach())), ("gradient", float(norm))):
+    # Half precision scales its loss: there an overflow of the gradient is skipped, and no sign of trouble.
+    found = {"loss": loss.detach()} | ({} if accelerator.scaler else {"gradient": norm})
+    for name, value in found.items():
         if not math.isfinite(value):
             raise LumenError(
-                f"The {name} became {value} at step {step}; the last checkpoint is unharmed. "
+                f"The {name} became {float(value)} at step {step}; the last checkpoint is unharmed. "
                 "Lower the learning rate or the gradient norm of the recipe."
             )
     optimizer.step()
-    return {name: float(value.detach()) for name, value in terms.items()}
+    return {name: value.detach() for name, value in terms.items()}
 
 
-def batches(scenes_at, recipe: Recipe, start: int, last: int, workers: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """(step, batch): step s takes scenes s·batch … s·batch + batch − 1 at the size of that step."""
+def step_seed(seed: int, step: int, process: int) -> int:
+    """What a process draws in a step: another seed for each of a million steps and of 64 processes."""
+    return (seed * 1_000_003 + step) * 64 + process
+
+
+def batches(
+    scenes_at, recipe: Recipe, start: int, last: int, workers: int, accelerator: Accelerator
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """(step, batch): step s takes scenes s·batch … s·batch + batch − 1 at its size; a process every n-th of them."""
+    own, processes = accelerator.process_index, accelerator.num_processes
     step = start
     while step < last:
         size = recipe.size_at(step)
         end = next((s for s in range(step, last) if recipe.size_at(s) != size), last)
-        indices = [range(s * recipe.batch, (s + 1) * recipe.batch) for s in range(step, end)]
-        ahead = 4 if workers else None
-        loader = DataLoader(scenes_at(size), batch_sampler=indices, num_workers=workers, prefetch_factor=ahead)
+        indices = [range(s * recipe.batch + own, (s + 1) * recipe.batch, processes) for s in range(step, end)]
+        loader = DataLoader(
+            scenes_at(size),
+            batch_sampler=indices,
+            num_workers=workers,
+            prefetch_factor=4 if workers else None,
+            pin_memory=accelerator.device.type == "cuda",
+            worker_init_fn=deaf_to_interrupts,
+        )
         for batch in loader:
             yield step, batch
             step += 1
@@ -159,57 +346,8 @@ def update_average(average: dict[str, Tensor], current: dict[str, Tensor], decay
             average[name].copy_(value)
 
 
-def recipe_record(recipe: Recipe) -> str:
-    """The recipe as JSON text, to tell whether a checkpoint belongs to it."""
-    return json.dumps(dataclasses.asdict(recipe), sort_keys=True)
-
-
-def save_state(out_dir: Path, recipe: Recipe, model, optimizer, average, step: int) -> None:
-    """Write ``checkpoint.pt`` whole: a reader sees the old state or the new one."""
-    state = {
-        "recipe": recipe_record(recipe),
-        "step": step,
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "average": average,
-    }
-    with replacing(out_dir / "checkpoint.pt") as temporary:
-        torch.save(state, temporary)
-
-
-def resume(out_dir: Path, recipe: Recipe, model, optimizer, average) -> int:
-    """Load ``checkpoint.pt`` if there is one; returns the step to go on from."""
-    path = out_dir / "checkpoint.pt"
-    if not path.exists():
-        return 0
-    state = torch.load(path, weights_only=True)
-    if state["recipe"] != recipe_record(recipe):
-        raise ArtifactError(f"{path} was made with another recipe; give another out_dir, or remove it to start anew.")
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    for name, value in state["average"].items():
-        average[name].copy_(value)
-    return state["step"]
-
-
-def open_log(path: Path, start: int) -> Callable[[int, float, dict[str, float]], None]:
-    """A function that appends one line to the CSV log; lines at or after ``start`` (of a killed run) are dropped."""
-    kept = []
-    if path.exists() and start:
-        with path.open(newline="") as file:
-            whole = [row for row in csv.DictReader(file) if None not in row.values()]  # a kill may cut the last line
-        kept = [row for row in whole if int(row["step"]) < start]
-    path.unlink(missing_ok=True)
-
-    def write(step: int, rate: float, terms: dict[str, float]) -> None:
-        row = {"step": step, "learning_rate": f"{rate:.3e}", **{name: f"{value:.5f}" for name, value in terms.items()}}
-        new = not path.exists()
-        with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, row.keys())
-            if new:
-                writer.writeheader()
-            writer.writerow(row)
-
-    for row in kept:
-        write(int(row.pop("step")), float(row.pop("learning_rate")), {k: float(v) for k, v in row.items()})
-    return write
+def best_precision() -> str:
+    """The mixed precision that this machine computes natively, in accelerate's word: "bf16", "fp16" or "no"."""
+    if torch.cuda.is_available():
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    return "bf16" if getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16") else "no"

@@ -15,9 +15,9 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from lumen_lab.errors import DatasetError, LumenError
-from lumen_lab.evaluation.kept import finished, kept_rows, one_at_a_time, save
 from lumen_lab.evaluation.origin import TOOLS, origin_of
 from lumen_lab.evaluation.processes import CannotShareError, lines_from_processes, refuse_inside_a_worker
+from lumen_lab.evaluation.resuming import finished, kept_rows, one_at_a_time, save
 from lumen_lab.evaluation.rows import Row, read_row
 from lumen_lab.evaluation.task import Dataset, MaskFolder, Task, on_accelerator, prepare
 from lumen_lab.metrics import Scores, summarise
@@ -25,8 +25,8 @@ from lumen_lab.prediction import Predictor
 
 __all__ = ["TOOLS", "Dataset", "MaskFolder", "evaluate"]
 
-WORTH_S = 12  # less work than that is done before other processes have imported torch
-MEASURED = 2  # images that say how long one takes; the first of them pays for imports
+MIN_PARALLEL_S = 12  # less work than that is done before other processes have imported torch
+TIMED_IMAGES = 2  # these say how long one takes; the first of them pays for imports
 
 
 def evaluate(
@@ -48,14 +48,19 @@ def evaluate(
     ``out`` keeps the result as JSON with a manifest. While the work goes on, every finished image is kept beside it, in
     ``<out>.partial``: the same call goes on from there after a kill, and returns what is complete. It is the same if
     predictor, data set, settings, scoring code and tool versions are; predictors are told apart by their weights or
-    files, and networks and functions by the mask of the first image too. Nobody's scores are lost: a complete result of
-    another evaluation at ``out`` is moved to ``<stem>.<key>.json``, with a warning; unfinished rows of another, or a
-    file that is no result, are refused (``ArtifactError``).
+    files, and networks and functions by the masks of the first, middle and last image too: by 8 × 8 means, within 2 of
+    255 grey levels, so that rounding tells none apart. Functions closer than that (a float and an int8 one, say) need
+    an ``out`` each. Nobody's scores are lost: a complete result of another evaluation at ``out`` is moved to
+    ``<stem>.<key>.json``, with a warning; unfinished rows of another, or a file that is no result, are refused
+    (``ArtifactError``).
 
-    ``workers``: processes that each predict and score, with one thread; 0 works in this process. None measures two
-    images here, and takes the cores if what is left is worth their start; a network on an accelerator stays here, and
+    ``workers``: processes that each predict and score, with one thread; 0 works in this process. None times two images
+    here, and takes a process a core if the rest would take more than 12 s; a network on an accelerator stays here, and
     so does what other processes cannot be given (a function of a notebook). The number of workers changes no score
     beyond the rounding of a network's arithmetic. In a script, call it below ``if __name__ == "__main__":``.
+
+    The images of a compiled context come 16 at a time, since so many share a start of the emulation (which is another
+    process, with its own threads): they are timed, scored and kept together.
 
     What goes wrong with an image is raised at once, with the image's name; the images finished before stay kept.
     """
@@ -77,9 +82,8 @@ def evaluate(
 
 def _collected(task: Task, rows: dict[int, Row], workers: int | None, keep: Callable[[bytes], None]) -> list[Row]:
     """The rows of every image in the order of the data set: those given, and the missing ones as they are made."""
-    missing = [index for index in range(len(task.names)) if index not in rows]
     bar = tqdm(total=len(task.names), initial=len(rows), desc="evaluating", unit="image", mininterval=1)
-    with bar, closing(_lines(task, missing, workers)) as lines:
+    with bar, closing(_lines(task, rows, workers)) as lines:
         for line in lines:
             row = read_row(line)
             _refuse_other_attributes(row, next(iter(rows.values()), row))
@@ -89,26 +93,30 @@ def _collected(task: Task, rows: dict[int, Row], workers: int | None, keep: Call
     return [rows[index] for index in range(len(task.names))]
 
 
-def _lines(task: Task, missing: list[int], workers: int | None) -> Iterator[bytes]:
-    """Rows, as lines, of the missing images, as they are finished, in any order."""
+def _lines(task: Task, rows: dict[int, Row], workers: int | None) -> Iterator[bytes]:
+    """Rows, as lines, of the images not in ``rows``, as they are finished, in any order; the caller puts them there."""
     if workers:
-        yield from lines_from_processes(task, missing, workers)
+        yield from lines_from_processes(task, _missing(task, rows), workers)
         return
-    here = task.opened()
+    here = task.with_session()
     if workers is None:
+        batches = task.batches(_missing(task, rows))
+        timed = batches[: TIMED_IMAGES if task.batch_size == 1 else 1]
         seconds = 0.0
-        for index in missing[:MEASURED]:
+        for batch in timed:
             started = time.perf_counter()
-            yield from here.lines([index])
+            yield from here.lines(batch)
             seconds = time.perf_counter() - started
-        missing = missing[MEASURED:]
-        if seconds * len(missing) > WORTH_S and not on_accelerator(task.predictor):
+        if seconds * (len(batches) - len(timed)) > MIN_PARALLEL_S and not on_accelerator(task.predictor):
             try:
-                yield from lines_from_processes(task, missing, _cores())
-                return
+                yield from lines_from_processes(task, _missing(task, rows), _cores())
             except CannotShareError as error:
                 warnings.warn(f"{error} Going on in this process alone.", stacklevel=4)
-    yield from here.lines(missing)
+    yield from here.lines(_missing(task, rows))
+
+
+def _missing(task: Task, rows: dict[int, Row]) -> list[int]:
+    return [index for index in range(len(task.names)) if index not in rows]
 
 
 def _cores() -> int:

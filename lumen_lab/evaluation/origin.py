@@ -8,16 +8,25 @@ import re
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import nn
 
 from lumen_lab import images, metrics, prediction
 from lumen_lab.datasets.sample import Sample
 from lumen_lab.errors import ArtifactError
-from lumen_lab.evaluation.task import MaskFolder, Task
+from lumen_lab.evaluation.task import MaskFolder, Task, image_named
 from lumen_lab.prediction import artifact_manifest
 from lumen_lab.specs import Manifest, file_sha256, plain, tool_versions
 
-TOOLS = ("torch", "torchvision", "numpy", "scipy", "pillow", "pysodmetrics", "onnxruntime")
+TOOLS = (
+    *("torch", "torchvision", "timm", "onnxruntime", "onnxruntime-qnn"),  # which predict
+    *("numpy", "scipy", "pillow", "pysodmetrics", "opencv-python-headless", "scikit-image"),  # which score
+)
+"""The distributions whose versions decide scores."""
+
+MASKS = "first, middle and last mask"
+MASK_FIELDS = 8  # a side; the mean of a field moves by less than a grey level where single pixels round otherwise
+SAME_WITHIN_LEVELS = 2
 
 
 def origin_of(task: Task) -> Manifest:
@@ -25,7 +34,8 @@ def origin_of(task: Task) -> Manifest:
     count = len(task.names)
     samples = [task.sample(index) for index in sorted({0, count // 2, count - 1})]
     made_from = {
-        "predictor": _predictor(task, samples[0]),
+        "predictor": _predictor(task),
+        **_coarse_masks(task, samples),
         "size": str(task.size),
         "hce": str(task.hce),
         "resampler": images.RESAMPLER,
@@ -39,31 +49,49 @@ def origin_of(task: Task) -> Manifest:
 
 
 def differences(there: Manifest, here: Manifest) -> str:
-    """What two origins differ in, as a phrase; "" if they are the same."""
+    """What two origins differ in, as a phrase; "" if they are the same. ``ArtifactError`` if one is of another form."""
+    if not all(isinstance(said, dict) for said in (there.made_from, there.versions)):
+        raise ArtifactError("the manifest does not map what the scores were made from to words")
     before, now = there.made_from | there.versions, here.made_from | here.versions
-    found = "; ".join(
-        f"{key}: {before.get(key, 'not said')} there, {now.get(key, 'not said')} here"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
-    )
-    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1…", found)
+    found = [_difference(key, before.get(key, ""), now.get(key, "")) for key in sorted(before.keys() | now.keys())]
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1…", "; ".join(filter(None, found)))
 
 
-def _predictor(task: Task, first: Sample) -> str:
-    """Weights and files by their hash. The code and settings around them, and all that a function may hold, have none:
-    there the mask of the first image speaks."""
+def _difference(key: str, before: str, now: str) -> str:
+    if before == now:
+        return ""
+    if key != MASKS:
+        return f"{key}: {before or 'not said'} there, {now or 'not said'} here"
+    try:
+        levels = [np.array(list(bytes.fromhex(masks))) for masks in (before, now)]
+        apart = np.abs(levels[0] - levels[1]).max()
+    except (TypeError, ValueError):
+        return f"{key}: not of the same number of images"
+    return f"{key}: up to {apart} grey levels apart" if apart > SAME_WITHIN_LEVELS else ""
+
+
+def _predictor(task: Task) -> str:
+    """Weights and files by their hash; of a function there is only its name."""
     if isinstance(task.predictor, MaskFolder):
         files = sorted(task.predictor.files.items())
         return f"masks {_sha256(*(f'{name} {file_sha256(path)} '.encode() for name, path in files))}"
     if isinstance(task.predictor, str | Path):
         return f"file {_artifact_sha256(Path(task.predictor))}"
-    (mask,) = task.masks([first])
-    seen = f"first mask {_sha256(np.rint(mask * 255).astype(np.uint8).tobytes())[:16]}"
     if isinstance(task.predictor, nn.Module):
         from lumen_lab.network.checkpoints import weights_sha256
 
-        return f"network {type(task.predictor).__name__}, weights {weights_sha256(task.predictor)}, {seen}"
-    return f"function {getattr(task.predictor, '__qualname__', type(task.predictor).__name__)}, {seen}"
+        return f"network {type(task.predictor).__name__}, weights {weights_sha256(task.predictor)}"
+    return f"function {getattr(task.predictor, '__qualname__', type(task.predictor).__name__)}"
+
+
+def _coarse_masks(task: Task, samples: list[Sample]) -> dict[str, str]:
+    """Means of 8 × 8 fields of the masks, one byte each, in hex: the code and settings around weights, and all that a
+    function may hold, have no hash. Files have one, and no masks here."""
+    if isinstance(task.predictor, MaskFolder | str | Path):
+        return {}
+    masks = [torch.from_numpy(mask)[None] for mask in task.masks(samples)]
+    means = torch.cat([nn.functional.adaptive_avg_pool2d(mask, MASK_FIELDS) for mask in masks])
+    return {MASKS: (255 * means).round().byte().numpy().tobytes().hex()}
 
 
 def _artifact_sha256(path: Path) -> str:
@@ -83,7 +111,8 @@ def _artifact_sha256(path: Path) -> str:
 
 
 def _bytes(sample: Sample) -> tuple[bytes, bytes, bytes]:
-    held = json.dumps([sample.image.shape, sample.matte.shape, sample.attributes], default=plain).encode()
+    with image_named(sample.name):
+        held = json.dumps([sample.image.shape, sample.matte.shape, sample.attributes], default=plain).encode()
     return held, np.ascontiguousarray(sample.image).tobytes(), np.ascontiguousarray(sample.matte).tobytes()
 
 

@@ -27,7 +27,9 @@ from lumen_lab.evaluation.task import Task
 NAME = "lumen_lab evaluation"
 READY, MORE = "ready", "more"
 GRACE_S = 10
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+ONE_THREAD = dict.fromkeys(
+    ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENCV_FOR_THREADS_NUM"), "1"
+)
 
 
 class CannotShareError(LumenError):
@@ -46,16 +48,17 @@ def refuse_inside_a_worker() -> None:
 def lines_from_processes(task: Task, indices: list[int], count: int) -> Iterator[bytes]:
     """Rows of the images, as lines, as they are finished; ``count`` processes at most.
 
-    ``CannotShareError`` before the first line if the task cannot be sent; whatever a process raises on an image is
-    raised here. When the caller leaves early the processes are ended at once.
+    ``CannotShareError`` if the task cannot be sent, or a process ends before it takes its first images, which may be
+    after lines of the others; whatever a process raises on an image is raised here. When the caller leaves early the
+    processes are ended at once.
     """
-    parts = task.parts(indices)
+    batches = task.batches(indices)
     pickled = _pickled(task)
-    with _workers(min(count, len(parts))) as workers:
+    with _workers(min(count, len(batches))) as workers:
         for connection in workers:
             _send(connection, pickled)
         del pickled
-        waiting, held = iter(parts), dict.fromkeys(workers)
+        waiting, held = iter(batches), dict.fromkeys(workers)
         while held:
             for connection in wait(list(held)):
                 answer = _answer(connection, workers[connection], held[connection], task)
@@ -140,13 +143,13 @@ def _answer(connection: Connection, process: BaseProcess, held: list[int] | None
         answer = connection.recv()
     except (EOFError, OSError):
         process.join(GRACE_S)
-        raise _ended(process.exitcode, held, task) from None
+        raise _error_of_exit(process.exitcode, held, task) from None
     if isinstance(answer, LumenError):
         raise answer
     return answer
 
 
-def _ended(exitcode: int | None, held: list[int] | None, task: Task) -> LumenError:
+def _error_of_exit(exitcode: int | None, held: list[int] | None, task: Task) -> LumenError:
     how = f"with exit code {exitcode}"
     if exitcode is not None and exitcode < 0:
         how = f"by signal {-exitcode}" + (", most likely because memory ran out" if exitcode == -9 else "")
@@ -174,17 +177,17 @@ def _work(connection: Connection) -> None:
 
 
 def _serve(connection: Connection) -> None:
-    """Take the task, then score one part after another until there is none; what goes wrong is sent."""
+    """Take the task, then score one batch after another until there is none; what goes wrong is sent."""
     pickled = connection.recv_bytes()
     try:
-        task = _taken(pickled)
+        task = _unpickled(pickled)
         connection.send(READY)
-        while (part := pickle.loads(connection.recv_bytes())) is not None:
-            for line in task.lines(part):
+        while (batch := pickle.loads(connection.recv_bytes())) is not None:
+            for line in task.lines(batch):
                 connection.send(line)
             connection.send(MORE)
     except LumenError as error:
-        connection.send(_told(error))
+        connection.send(_sendable(error))
 
 
 def _end_with_parent() -> None:
@@ -199,16 +202,16 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _taken(pickled: bytes) -> Task:
+def _unpickled(pickled: bytes) -> Task:
     torch.set_num_threads(1)
     try:
         task = pickle.loads(pickled)
     except Exception as error:
         raise CannotShareError(_cannot_share(error)) from error
-    return task.opened()
+    return task.with_session(threads=1)
 
 
-def _told(error: LumenError) -> LumenError:
+def _sendable(error: LumenError) -> LumenError:
     """The error with its cause in words: a traceback cannot be sent."""
     if error.__cause__ is not None and not isinstance(error.__cause__, LumenError):
         error.add_note("".join(traceback.format_exception(error.__cause__)))

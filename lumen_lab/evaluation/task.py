@@ -20,7 +20,7 @@ from lumen_lab.images import load_mask
 from lumen_lab.metrics import score_mask
 from lumen_lab.prediction import Predictor, artifact_manifest, onnx_session, predict_all, run_session, working_size
 
-EMULATED_TOGETHER = 16  # images a start of the NPU emulation
+EMULATION_BATCH = 16  # images a start of the NPU emulation, which takes seconds
 
 
 class Dataset(Protocol):
@@ -49,37 +49,35 @@ class MaskFolder:
 
 @dataclass(frozen=True)
 class Task:
-    """All that a process needs to score any image of the data set; ``together`` are predicted in one go."""
+    """All that a process needs to score any image of the data set; ``batch_size`` are predicted in one call."""
 
     predictor: Predictor | MaskFolder
     dataset: Dataset
     names: tuple[str, ...]
     size: tuple[int, int] | None
     hce: bool
-    together: int = 1
+    batch_size: int = 1
 
-    def opened(self) -> Task:
-        """The task as one process works on it: an ONNX file is loaded once, not for every image."""
-        if not isinstance(self.predictor, str | Path) or self.together > 1:
+    def with_session(self, *, threads: int | None = None) -> Task:
+        """The task as one process works on it: an ONNX file is loaded once, and runs in so many threads."""
+        if not isinstance(self.predictor, str | Path) or self.batch_size > 1:
             return self
         path = Path(self.predictor)
-        session = onnx_session(path)
+        session = onnx_session(path, threads=threads)
         return replace(self, predictor=lambda value: run_session(session, path, value))
 
     def lines(self, indices: list[int]) -> Iterator[bytes]:
         """One line of text an image, as soon as it is scored; an error bears the name of its image."""
-        for part in self.parts(indices):
-            samples = [self.sample(index) for index in part]
-            with image_named(" … ".join(dict.fromkeys((samples[0].name, samples[-1].name)))):
-                masks = self.masks(samples)
-            for index, sample, mask in zip(part, samples, masks, strict=True):
+        for batch in self.batches(indices):
+            samples = [self.sample(index) for index in batch]
+            for index, sample, mask in zip(batch, samples, self.masks(samples), strict=True):
                 with image_named(sample.name):
-                    scores = score_mask(mask, sample.matte, hce=self.hce)
-                yield write_row(index, sample, scores)
+                    line = write_row(index, sample, score_mask(mask, sample.matte, hce=self.hce))
+                yield line
 
-    def parts(self, indices: list[int]) -> list[list[int]]:
-        """The indices in parts of ``together``."""
-        return [indices[start : start + self.together] for start in range(0, len(indices), self.together)]
+    def batches(self, indices: list[int]) -> list[list[int]]:
+        """The indices in lists of ``batch_size``."""
+        return [indices[start : start + self.batch_size] for start in range(0, len(indices), self.batch_size)]
 
     def sample(self, index: int) -> Sample:
         """Sample ``index``, which must have the name that the data set gives it."""
@@ -90,10 +88,11 @@ class Task:
         return sample
 
     def masks(self, samples: list[Sample]) -> list[np.ndarray]:
-        """The mask of each sample, float32 (H, W) in [0, 1]."""
-        if isinstance(self.predictor, MaskFolder):
-            return [self.predictor.mask(sample.name) for sample in samples]
-        return predict_all(self.predictor, [sample.image for sample in samples], size=self.size)
+        """The mask of each sample, float32 (H, W) in [0, 1]; an error bears the names of the first and the last."""
+        with image_named(" … ".join(dict.fromkeys((samples[0].name, samples[-1].name)))):
+            if isinstance(self.predictor, MaskFolder):
+                return [self.predictor.mask(sample.name) for sample in samples]
+            return predict_all(self.predictor, [sample.image for sample in samples], size=self.size)
 
 
 def prepare(predictor: Predictor, dataset: Dataset, *, size: tuple[int, int] | None, hce: bool) -> Task:
@@ -112,8 +111,8 @@ def prepare(predictor: Predictor, dataset: Dataset, *, size: tuple[int, int] | N
     if not path.is_file():
         raise ArtifactError(f"Asked to evaluate {path}: there is no such file or folder of masks.")
     manifest = artifact_manifest(path)
-    together = EMULATED_TOGETHER if manifest and manifest.chip is not None else 1
-    return Task(path, dataset, names, tuple(size or working_size(path)), hce, together)
+    batch_size = EMULATION_BATCH if manifest and manifest.chip is not None else 1
+    return Task(path, dataset, names, tuple(size or working_size(path)), hce, batch_size)
 
 
 def on_accelerator(predictor: Predictor | MaskFolder) -> bool:

@@ -9,7 +9,7 @@ from lumen_lab.metrics.confidence import Reliability
 from lumen_lab.metrics.definitions import METRICS, READINGS, Metric
 from lumen_lab.metrics.edges import boundary_band, soft_edge_px, thin_part
 from lumen_lab.metrics.scores import ImageScores, Scores, summarise
-from lumen_lab.metrics.scoring import MaskScores, reliability, score_mask, stretched
+from lumen_lab.metrics.scoring import MaskScores, score_mask, stretched
 
 __all__ = [
     "METRICS",
@@ -20,7 +20,6 @@ __all__ = [
     "Reliability",
     "Scores",
     "boundary_band",
-    "reliability",
     "score_mask",
     "soft_edge_px",
     "stretched",

@@ -15,10 +15,10 @@ BINS = 20
 
 @dataclass(frozen=True)
 class Reliability(Record):
-    """Pixels of one or more predictions in ``BINS`` equal bins of confidence p, which add up over images.
+    """Pixels of one or more predictions in ``BINS`` equal bins of confidence p; ``pooled`` adds them up.
 
     For each bin: ``pixels`` in it, the sum of their ``confidence``, and how many of them are ``foreground``. A bin
-    holds its lower end; the last one holds 1 too. Adding pools pixels, so that a large image weighs more.
+    holds its lower end; the last one holds 1 too.
     """
 
     pixels: tuple[int, ...]
@@ -29,9 +29,6 @@ class Reliability(Record):
         lengths = {len(self.pixels), len(self.confidence), len(self.foreground)}
         if lengths != {BINS}:
             raise MetricError(f"A reliability has {BINS} bins; found {sorted(lengths)}.")
-
-    def __add__(self, other: Reliability) -> Reliability:
-        return pooled([self, other])
 
     @property
     def calibration_error(self) -> float | None:
@@ -72,7 +69,7 @@ def counted(prediction: np.ndarray, mask: np.ndarray) -> Reliability:
 
 
 def pooled(parts: Iterable[Reliability]) -> Reliability:
-    """All of ``parts`` as one, their pixels together; empty bins where there are none."""
+    """All of ``parts`` as one, their pixels together, so that a large image weighs more; without a part, empty bins."""
     parts = list(parts)
     columns = [[getattr(part, field) for part in parts] for field in ("pixels", "confidence", "foreground")]
     return Reliability(*(tuple(map(sum, zip(*column))) or (0,) * BINS for column in columns))

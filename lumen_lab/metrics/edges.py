@@ -16,8 +16,8 @@ THIN_SHARE = 0.032
 EDGE_SHARE = 0.05
 """How far from the 0.5 contour a soft edge is looked for, as a share of the short side."""
 
-SOLID = 0.05
-"""A prediction nearer to 0 or 1 than this counts as settled, not as soft."""
+SOLID = 0.25
+"""A prediction nearer to 0 or 1 than this counts as settled, not as soft: a dull object or a haze is not an edge."""
 
 _NEIGHBOURS = np.ones((3, 3), dtype=bool)
 
@@ -42,7 +42,11 @@ def _iou(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def thin_width_px(shape: tuple[int, int]) -> int:
-    """The width, in pixels, from which a part counts as thick: 3.2 % of the short side, made odd, at least 3."""
+    """The width, in pixels, from which an upright part counts as thick: 3.2 % of the short side, made odd, at least 3.
+
+    It is the side of a square, which needs more room in a part that leans: parts count as thin up to about √2 wider on
+    a diagonal. At 192 px, where the square has 7, bars are thin up to 6 px upright, 7 at 15°, 8 at 30° and 45°.
+    """
     return max(3, round(THIN_SHARE * min(shape)) | 1)
 
 
@@ -54,8 +58,9 @@ def thin_part(mask: np.ndarray) -> np.ndarray:
     connected piece of it (diagonals connect) counts only if it
 
     - leads more than w steps (king's moves inside the mask) away from the thick part, or does not touch it. A right
-      angle turned by 45° loses a tip of w/2, so the corners of thick shapes drop out; a tip has to be a good deal
-      sharper (53° at most) to stay. A bridge between two thick parts has to be longer than 2 w;
+      angle turned by 45° loses a tip of w/2, so the corners of thick shapes drop out; a tip stays if it is sharper
+      than 53° where it points along the frame, and than 37° on a diagonal. A bridge between two thick parts has to be
+      longer than 2 w;
     - has a bounding box of at least w pixels in one direction. Specks drop out.
 
     The smallest thin part is thus a line of w pixels, 3.2 % of the short side.
@@ -80,15 +85,20 @@ def recall(found: np.ndarray, part: np.ndarray) -> float | None:
 def soft_edge_px(values: np.ndarray) -> float | None:
     """Width in pixels of the soft edge of a prediction or matte, float (H, W) in [0, 1]; None without a 0.5 contour.
 
-    With q = clip((p − 0.05) / 0.9, 0, 1), summed over the pixels within R of the contour (king's moves; R is 5 % of
+    With q = clip((p − 0.25) / 0.5, 0, 1), summed over the pixels within R of the contour (king's moves; R is 5 % of
     the short side):
 
-        width = (6 / 0.9) · Σ q (1 − q) / length
+        width = (6 / 0.5) · Σ q (1 − q) / length
 
     where ``length`` is the mean length of the level sets of p from 0.25 to 0.75, by the coarea formula the sum of the
-    gradient of clip(2 p − 0.5, 0, 1). Along a straight linear ramp over w pixels Σ q (1 − q) is 0.9 w / 6 per pixel of
-    length, so that the width is w; a step blurred by a Gaussian of σ has about 3 σ. A hard edge has 0, an
-    anti-aliased one about 1. Nothing wider than 2 R can be seen; that is also the value where the contour is too faint.
+    gradient of q. Along a straight linear ramp over w pixels Σ q (1 − q) is 0.5 w / 6 per pixel of length, so that the
+    width is w; a step blurred by a Gaussian of σ has about 2.6 σ. A hard edge has 0. An anti-aliased one has about 1
+    around a shape, but 0 or 3 where all of a side lies alike between its pixels.
+
+    An object may be as dull as 0.75 and a background as bright as 0.25: only the slope between them counts, and a ramp
+    that spans a share c of [0, 1] has the width w / c, that of the same slope from 0 to 1. Grey between 0.25 and 0.75
+    beside the contour does count as soft. Nothing wider than 2 R can be seen; that is also the value where the contour
+    is too faint.
     """
     inside = values > 0.5
     if inside.all() or not inside.any():
@@ -97,13 +107,12 @@ def soft_edge_px(values: np.ndarray) -> float | None:
     near = _dilated(inside, 2 * reach_px + 1) & ~_eroded(inside, 2 * reach_px + 1)
     settled = np.clip((values - SOLID) / (1 - 2 * SOLID), 0, 1)
     softness = 6 / (1 - 2 * SOLID) * float((settled * (1 - settled))[near].sum())
-    return min(softness / _contour_length_px(values, near), 2.0 * reach_px)
+    return min(softness / _contour_length_px(settled, near), 2.0 * reach_px)
 
 
-def _contour_length_px(values: np.ndarray, near: np.ndarray) -> float:
-    steep = np.clip(2 * values - 0.5, 0, 1)
-    right = np.diff(steep, axis=1, append=steep[:, -1:])
-    down = np.diff(steep, axis=0, append=steep[-1:])
+def _contour_length_px(settled: np.ndarray, near: np.ndarray) -> float:
+    right = np.diff(settled, axis=1, append=settled[:, -1:])
+    down = np.diff(settled, axis=0, append=settled[-1:])
     return float(np.hypot(right, down)[near].sum())
 
 

@@ -3,8 +3,8 @@
 All functions take a prediction, float64 (H, W) in [0, 1], and a mask, bool (H, W), both already checked. Settled:
 
 - *Empty mask*: S is 1 − mean(prediction) and E the share left empty, as in PySODMetrics. F, IoU and Dice are 1 at a
-  threshold that leaves the prediction empty as well, else 0; a black prediction counts as empty at every threshold, 0
-  included. Weighted F is 1 for a black prediction, else 0.
+  threshold that leaves the prediction empty as well, else 0. Weighted F is 1 for a black prediction, else 0. A black
+  prediction counts as empty at every threshold, 0 included, for E as for F, so that a perfect empty pair has 1 in all.
 - *Full mask*: S is mean(prediction). The 256 thresholds begin with 0, which takes every pixel, so that the best E and F
   of a full mask are 1 whatever was predicted.
 - *Black prediction*: its adaptive threshold, twice its mean, is 0 and would take every pixel; it takes none instead.
@@ -49,7 +49,8 @@ def e_measure(prediction: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, flo
 
     measure = Emeasure()
     measure.step(prediction, mask, normalize=False)
-    curve = np.minimum(measure.changeable_ems[0][::-1], 1.0)
+    both_empty = not mask.any() and not prediction.any()
+    curve = np.ones(THRESHOLDS) if both_empty else np.minimum(measure.changeable_ems[0][::-1], 1.0)
     adaptive = measure.cal_em_with_threshold(prediction, mask, threshold=adaptive_threshold(prediction))
     return curve, min(float(adaptive), 1.0)
 

@@ -18,7 +18,7 @@ from lumen_lab.specs import Record, html_table
 ALL = "all"
 _OF_THE_MEAN_CURVE = {"e_max": "e", "f_max": "f"}
 
-Image = tuple[str, Mapping[str, bool], MaskScores]
+Scored = tuple[str, Mapping[str, bool], MaskScores]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Scores(Record):
 
     ``attributes`` in the order of the tables; ``best``: reading → "all" or attribute → ``e_max`` and ``f_max`` of the
     mean curve, None without an image (the curves themselves are not kept); ``reliability``: the raw reading's, over
-    all pixels.
+    all pixels. Where a reading can be chosen, raw is the default: ``READINGS`` says why.
     """
 
     images: tuple[ImageScores, ...]
@@ -80,13 +80,26 @@ class Scores(Record):
         return [value for value in values if value is not None]
 
     def summary(self) -> list[dict[str, object]]:
-        """One line a metric, over all images: both readings, and on how many images each is defined."""
+        """One line a metric, over all images: both readings, and on how many images each is defined.
+
+        Then the ``calibration_error`` of the raw reading, over all pixels (a stretched confidence is none), and the
+        mean ``grey_share`` of the mattes: with much grey, the cut at 0.5 decides the scores.
+        """
         rows = []
         for name, metric in METRICS.items():
             means = {reading: self.mean(name, reading=reading) for reading in READINGS}
             counts = {"images": self.counted(name), "images_stretched": self.counted(name, reading="stretched")}
             rows.append({"metric": name, "better": metric.better, "unit": metric.unit, **means, **counts})
-        return rows
+        grey = math.fsum(image.grey_share for image in self.images) / len(self.images)
+        return [
+            *rows,
+            self._raw_row("calibration_error", "lower", self.reliability.calibration_error),
+            self._raw_row("grey_share", "neither", grey) | {"stretched": grey, "images_stretched": len(self.images)},
+        ]
+
+    def _raw_row(self, name: str, better: str, value: float | None) -> dict[str, object]:
+        counts = {"images": len(self.images), "images_stretched": 0}
+        return {"metric": name, "better": better, "unit": "", "raw": value, "stretched": None, **counts}
 
     def attribute_rows(self, *, reading: str = "raw") -> list[dict[str, object]]:
         """One line for all images and one for each attribute: how many images have it, and every metric over them."""
@@ -118,7 +131,7 @@ class Scores(Record):
         return "".join(tables)
 
 
-def summarise(images: Sequence[Image]) -> Scores:
+def summarise(images: Sequence[Scored]) -> Scores:
     """Scores of a data set from (name, attribute → whether it holds, scores) of each image.
 
     ``MetricError`` without an image, with a name given twice, or with images that know different attributes.
@@ -149,7 +162,7 @@ def _best(scores: list[MaskScores], reading: str) -> dict[str, float | None]:
     }
 
 
-def _attributes(images: list[Image]) -> tuple[str, ...]:
+def _attributes(images: list[Scored]) -> tuple[str, ...]:
     if not images:
         raise MetricError("There is no image to summarise; score at least one.")
     names = [name for name, _, _ in images]

@@ -15,12 +15,6 @@ from lumen_lab.specs import Record
 
 Values = dict[str, dict[str, float | None]]
 
-MASK_THRESHOLD = np.float32(127 / 255)
-"""A matte above this is foreground: grey levels 128 to 255. BiRefNet's evaluator and PySODMetrics begin at 129.
-
-float32 rounds it up, so that level 127 is not above it in either precision.
-"""
-
 _ROUNDING = 1e-6
 
 
@@ -68,14 +62,17 @@ def score_mask(prediction: np.ndarray, matte: np.ndarray, *, hce: bool = True) -
 
     The prediction is first rounded to 8 bits, as the field's predictions are files: a predictor and the folder of its
     masks get the same scores. (It matters: in a quadrant without foreground, S-measure asks whether the prediction is
-    exactly 0; a background of 1e-4 can cost it 0.25.) The mask is the matte's grey levels 128 to 255.
+    exactly 0; a background of 1e-4 can cost it 0.25.) The matte is taken as it is,
+    and the mask is ``matte > 0.5``, as for the attributes of a scene: of an 8-bit file the grey levels 128 to 255, so
+    that a composed matte and its saved file have the same mask (but for a matte of exactly 0.5, which is background).
+    BiRefNet's evaluator and PySODMetrics begin at level 129.
 
     ``hce=False`` leaves out the human correction effort, the slowest metric; it is then None. ``MetricError`` if the
     sizes differ, or if either is not one map of finite numbers in [0, 1].
     """
-    prediction, matte = checked_pair(prediction, matte)
+    prediction, matte = _checked_pair(prediction, matte)
     truth = _Truth.of(matte)
-    maps = {"raw": prediction, "stretched": _stretched(prediction)}
+    maps = {"raw": prediction, "stretched": stretched(prediction)}
     values, curves = {}, {}
     for reading, probabilities in maps.items():
         if values and np.array_equal(probabilities, prediction):
@@ -91,18 +88,9 @@ def score_mask(prediction: np.ndarray, matte: np.ndarray, *, hce: bool = True) -
 
 def stretched(prediction: np.ndarray) -> np.ndarray:
     """(p − min) / (max − min) of a prediction, float (H, W) in [0, 1]: float64; a constant one stays as it is."""
-    return _stretched(_checked(prediction, "prediction"))
-
-
-def reliability(prediction: np.ndarray, matte: np.ndarray) -> Reliability:
-    """Confidence histogram and reliability of one prediction; takes and refuses what ``score_mask`` does."""
-    prediction, matte = checked_pair(prediction, matte)
-    return counted(prediction, binary(matte))
-
-
-def binary(matte: np.ndarray) -> np.ndarray:
-    """The mask, bool (H, W), of a matte: above 127/255."""
-    return matte > MASK_THRESHOLD
+    prediction = _checked(prediction, "prediction")
+    low, high = prediction.min(), prediction.max()
+    return prediction if low == high else (prediction - low) / (high - low)
 
 
 @dataclass(frozen=True)
@@ -116,7 +104,7 @@ class _Truth:
 
     @classmethod
     def of(cls, matte: np.ndarray) -> _Truth:
-        mask = binary(matte)
+        mask = matte > 0.5
         return cls(matte, mask, edges.thin_part(mask), edges.soft_edge_px(matte))
 
 
@@ -155,7 +143,7 @@ def _outline_values(found: np.ndarray, truth: _Truth, *, hce: bool) -> dict[str,
     }
 
 
-def checked_pair(prediction: np.ndarray, matte: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _checked_pair(prediction: np.ndarray, matte: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Both as float64 (H, W), the prediction rounded to 8 bits; ``MetricError`` if they cannot be compared."""
     prediction, matte = _checked(prediction, "prediction"), _checked(matte, "matte")
     if prediction.shape != matte.shape:
@@ -177,8 +165,3 @@ def _checked(values: np.ndarray, what: str) -> np.ndarray:
     if not (low >= -_ROUNDING and high <= 1 + _ROUNDING):
         raise MetricError(f"A {what} is in [0, 1] without NaN; found {low:g} to {high:g}.")
     return np.clip(array, 0, 1)
-
-
-def _stretched(prediction: np.ndarray) -> np.ndarray:
-    low, high = prediction.min(), prediction.max()
-    return prediction if low == high else (prediction - low) / (high - low)

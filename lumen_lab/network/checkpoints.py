@@ -251,7 +251,7 @@ def weights_sha256(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, value in model.state_dict().items():
         digest.update(name.encode())
-        digest.update(value.detach().cpu().contiguous().numpy().tobytes())
+        digest.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
     return digest.hexdigest()
 
 

@@ -1,12 +1,12 @@
 """The bench lists: seeds that always give the same scenes, and a refusal of other photographs."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 
 from lumen_lab.bench import BENCH_DIR, BenchList, read_lists, scenes_of
-from lumen_lab.bench.lists import write_lists
 from lumen_lab.datasets.drawn import drawn_sources
 from lumen_lab.errors import ArtifactError, DatasetError
 
@@ -19,6 +19,9 @@ def test_shipped_lists_hold_out_the_training_split_and_have_seeds_of_their_own()
     assert {entry.split for entry in lists.values()} == {"test"}
     assert len({entry.seed for entry in lists.values()}) == len(lists)
     assert lists["thin"].mixture == {"thin": 1.0}
+    assert all(len(entry.matte_means) == 5 for entry in lists.values())
+    assert lists["composed"].aims == {"s_measure": 0.92, "weighted_f": 0.86, "mae": 0.025}
+    assert lists["thin"].aims == {"thin_recall": 0.75}
     assert all(len(entry.sources_sha256) == 64 for entry in lists.values() if entry.sources == "photographs")
 
 
@@ -44,8 +47,17 @@ def test_photographs_that_were_not_given_or_are_others_are_refused():
     assert len(scenes_of(dataclasses.replace(entry, sources_sha256=found), bank)) == 3
 
 
+def test_scenes_that_these_versions_compose_otherwise_are_refused():
+    means = tuple(float(scenes_of(SMALL).scene(index).matte.mean()) for index in range(2))
+    assert len(scenes_of(dataclasses.replace(SMALL, matte_means=means))) == 3
+    moved = dataclasses.replace(SMALL, matte_means=(means[0], means[1] + 0.01))
+    with pytest.raises(DatasetError, match="The list small is composed otherwise here .its first mattes cover"):
+        scenes_of(moved)
+
+
 def test_lists_survive_the_file_and_a_damaged_one_is_refused(tmp_path):
-    path = write_lists({"small": SMALL}, tmp_path / "lists.json")
+    path = tmp_path / "lists.json"
+    path.write_text(json.dumps([SMALL.to_json()]))
     assert read_lists(path) == {"small": SMALL}
     path.write_text(path.read_text()[:-20])
     with pytest.raises(ArtifactError, match="Cannot read .*lists.json as bench lists"):

@@ -2,23 +2,26 @@
 
 import copy
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 
-from lumen_lab.bench import BenchTable, differences, run_bench
-from lumen_lab.bench.lists import BenchList
-from lumen_lab.bench.report import worst, write_report
-from lumen_lab.bench.table import RELATIVE_TOLERANCE, SHARE_TOLERANCE
+from lumen_lab.bench import BenchList, BenchTable, bench_table, differences, not_compared, run_bench, scenes_of
+from lumen_lab.bench import __main__ as command
+from lumen_lab.bench.report import aim_rows, worst, write_report
+from lumen_lab.bench.table import LEAST_IMAGES, RELATIVE_TOLERANCE, SHARE_TOLERANCE
 from lumen_lab.errors import ArtifactError
 
-LIST = BenchList("small", "a test", "drawn", "", "test", 7, 6, (64, 64), {"shape": 0.5, "thin": 0.5})
+LIST = BenchList(
+    "small", "a test", "drawn", "", "test", 7, 12, (32, 32), {"shape": 1.0}, aims={"mae": 0.5, "iou": 0.99}
+)
 
 
 class BrightParts:
     """The brighter a pixel, the likelier foreground; ``bias`` moves the threshold."""
 
-    config = type("Config", (), {"image_size": (64, 64)})
+    config = type("Config", (), {"image_size": (32, 32)})
 
     def __init__(self, bias=0.0):
         self.bias = bias
@@ -28,13 +31,18 @@ class BrightParts:
 
 
 @pytest.fixture(scope="module")
-def scores():
-    return run_bench(BrightParts(), [LIST], workers=0)
+def scenes():
+    return {"small": scenes_of(LIST)}
 
 
 @pytest.fixture(scope="module")
-def table(scores):
-    return BenchTable.from_scores("bright parts", scores)
+def scores(scenes):
+    return run_bench(BrightParts(), scenes, workers=0)
+
+
+@pytest.fixture(scope="module")
+def table(scores, scenes):
+    return bench_table("bright parts", BrightParts(), scores, scenes)
 
 
 def changed(table, metric, by, *, attribute="all"):
@@ -48,16 +56,17 @@ def changed(table, metric, by, *, attribute="all"):
 def test_the_table_is_the_mean_of_the_scores(scores, table):
     values = [image.values["raw"]["s_measure"] for image in scores["small"].images]
     assert table.value("small", "s_measure") == pytest.approx(np.mean(values), abs=1e-12)
-    assert table.rows()[0]["images"] == 6
+    assert table.rows()[0]["images"] == 12
 
 
-def test_a_second_run_matches_and_a_moved_threshold_does_not(table):
-    again = BenchTable.from_scores("again", run_bench(BrightParts(), [LIST], workers=0))
+def test_a_second_run_matches_and_a_moved_threshold_does_not(table, scenes):
+    again = bench_table("again", BrightParts(), run_bench(BrightParts(), scenes, workers=0), scenes)
     assert differences(table, again) == []
-    moved = BenchTable.from_scores("moved", run_bench(BrightParts(bias=0.3), [LIST], workers=0))
-    found = {row["metric"] for row in differences(table, moved)}
-    assert {"mae", "s_measure", "iou"} <= found
-    assert "images" not in found
+    moved = BrightParts(bias=0.3)
+    found = bench_table("moved", moved, run_bench(moved, scenes, workers=0), scenes)
+    metrics = {row["metric"] for row in differences(table, found)}
+    assert {"mae", "s_measure", "iou"} <= metrics
+    assert "images" not in metrics
 
 
 @pytest.mark.parametrize(
@@ -73,10 +82,14 @@ def test_what_counts_as_a_difference(table, metric, by, rows):
     assert len(differences(table, changed(table, metric, by))) == rows
 
 
-def test_a_difference_in_one_attribute_alone_is_found(table):
-    attribute = next(row["attribute"] for row in table.lists["small"]["raw"][1:] if row["images"])
-    (row,) = differences(table, changed(table, "mae", 0.01, attribute=attribute))
-    assert (row["attribute"], row["metric"]) == (attribute, "mae")
+def test_an_attribute_of_few_images_is_not_compared_and_one_of_many_is(table):
+    few = next(row["attribute"] for row in table.lists["small"]["raw"][1:] if 0 < row["images"] < LEAST_IMAGES)
+    assert differences(table, changed(table, "mae", 0.01, attribute=few)) == []
+    many = copy.deepcopy(table)
+    for row in many.lists["small"]["raw"]:
+        row["images"] = LEAST_IMAGES
+    (row,) = differences(many, changed(many, "mae", 0.01, attribute=few))
+    assert (row["attribute"], row["metric"]) == (few, "mae")
 
 
 def test_a_metric_that_was_defined_and_is_no_more_is_a_difference(table):
@@ -86,9 +99,28 @@ def test_a_metric_that_was_defined_and_is_no_more_is_a_difference(table):
     assert differences(other, other) == []
 
 
-def test_a_list_that_was_not_recorded_differs_everywhere(table):
+def test_a_gate_that_moved_is_a_difference(table):
+    alive = dataclasses.replace(table, gates={"small": ({"gate": "deep", "mean": 0.46},)})
+    dead = dataclasses.replace(table, gates={"small": ({"gate": "deep", "mean": 1e-11},)})
+    assert differences(alive, alive) == []
+    assert [row["metric"] for row in differences(alive, dead)] == ["gate deep"]
+
+
+def test_what_was_not_compared_is_named(table):
     unknown = dataclasses.replace(table, lists={"other": table.lists["small"]})
     assert len(differences(table, unknown)) > 20
+    assert not_compared(table, unknown) == ["the list small was not scored"]
+    other = dataclasses.replace(table, predictor="mine", versions={**table.versions, "torch": "0"})
+    notes = not_compared(table, other)
+    assert notes[0] == "the recorded table is of bright parts, this one of mine"
+    assert notes[1].startswith("torch was ") and notes[1].endswith(", is 0")
+    assert not_compared(table, table) == []
+
+
+def test_aims_are_held_against_the_raw_mean(table):
+    rows = {row["metric"]: row for row in aim_rows(table, {"small": LIST})}
+    assert rows["mae"]["found"] == table.value("small", "mae")
+    assert (rows["mae"]["reached"], rows["iou"]["reached"]) == (True, False)
 
 
 def test_a_table_survives_the_file(table, tmp_path):
@@ -99,13 +131,52 @@ def test_a_table_survives_the_file(table, tmp_path):
         BenchTable.load(path)
 
 
-def test_the_report_shows_tables_and_scenes_and_needs_no_other_file(scores, table, tmp_path):
-    from lumen_lab.bench import scenes_of
-
-    path = write_report(tmp_path / "bench.html", BrightParts(), table, scores, {"small": scenes_of(LIST)})
+def test_the_report_shows_tables_and_scenes_and_needs_no_other_file(scores, scenes, table, tmp_path):
+    path = write_report(tmp_path / "bench.html", BrightParts(), table, {"small": LIST}, scores, scenes)
     page = path.read_text()
     assert "By attribute, stretched" in page
-    assert page.count("data:image/png;base64,") == 3
+    assert page.count("data:image/png;base64,") == 4
     assert "src='http" not in page
-    lowest = min(range(6), key=lambda index: scores["small"].images[index].values["raw"]["s_measure"])
+    lowest = min(range(12), key=lambda index: scores["small"].images[index].values["raw"]["s_measure"])
     assert worst(scores["small"], 3)[0] == lowest
+
+
+# The command
+
+
+@pytest.fixture
+def at_hand(tmp_path, monkeypatch, table):
+    """The command with the small list, the predictor above and a recorded table of its own."""
+    monkeypatch.setattr(command, "read_lists", lambda: {"small": LIST})
+    monkeypatch.setattr(command, "chosen_predictor", lambda weights: (BrightParts(0.3 if weights else 0.0), "it"))
+    monkeypatch.setattr(command, "write_report", lambda path, *given: path)
+    monkeypatch.setattr(command, "RECORDED", table.save(tmp_path / "teacher.json"))
+    return lambda *arguments: command.main([*arguments, "--out", str(tmp_path / "out"), "--workers", "0"])
+
+
+def test_the_command_matches_what_was_recorded_and_notices_what_was_not(at_hand, capsys, tmp_path, monkeypatch):
+    assert at_hand() == 0
+    assert "Every mean is that of teacher.json." in capsys.readouterr().out
+    monkeypatch.setattr(command, "chosen_predictor", lambda weights: (BrightParts(0.3), "it"))
+    assert at_hand() == 1
+    assert " means differ from teacher.json." in capsys.readouterr().out
+
+
+def test_a_record_is_of_the_shipped_weights_on_every_list(at_hand, capsys, tmp_path):
+    before = (tmp_path / "teacher.json").read_bytes()
+    assert at_hand("--record", "--weights", "mine.safetensors") == 2
+    assert (tmp_path / "teacher.json").read_bytes() == before
+    assert at_hand("--record") == 0
+    assert json.loads((tmp_path / "teacher.json").read_text())["predictor"] == "it"
+    assert capsys.readouterr().err.startswith("A record is of the shipped weights on every list")
+
+
+def test_photographs_that_cannot_be_fetched_leave_the_drawn_list(at_hand, monkeypatch, capsys):
+    def refuse(folder):
+        raise command.DatasetError("apt-get is not here.")
+
+    monkeypatch.setattr(command, "fetch_debian_sources", refuse)
+    assert at_hand("nowhere", "--fetch") == 0
+    assert (
+        "apt-get is not here. Without photographs the list of drawn scenes alone is scored." in capsys.readouterr().err
+    )

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lumen_lab.datasets import ATTRIBUTES, PairedFolder
+from lumen_lab.datasets import ATTRIBUTES, PairedFolder, folders
 from lumen_lab.datasets.folders import count_objects
 from lumen_lab.errors import DatasetError, ImageError
 from lumen_lab.images import IMAGENET_MEAN, IMAGENET_STD, resize_image, resize_mask
@@ -83,6 +83,16 @@ def test_the_identity_follows_names_and_bytes_but_not_the_place(folder):
     for side in ("im/tall.png", "gt/tall.PNG"):
         (moved / side).rename((moved / side).with_stem("high"))
     assert PairedFolder(moved).identity() != known
+
+
+@pytest.mark.parametrize("name", ["folders.py", "attributes.py"])
+def test_the_identity_sees_the_code_that_reads(folder, tmp_path, monkeypatch, name):
+    known, code = PairedFolder(folder).identity(), folders.SAMPLE_CODE
+    changed = tmp_path / name
+    changed.write_bytes(next(path for path in code if path.name == name).read_bytes() + b"#")
+    monkeypatch.setattr(folders, "SAMPLE_CODE", tuple(changed if path.name == name else path for path in code))
+    found = PairedFolder(folder).identity()
+    assert {key for key in known if known[key] != found[key]} == {"sample code"}
 
 
 def test_every_form_of_mask_is_read_alike(tmp_path):

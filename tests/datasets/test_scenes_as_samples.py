@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lumen_lab.datasets import ATTRIBUTES, ComposedScenes
+from lumen_lab.datasets import scenes as scenes_module
 from lumen_lab.datasets.sources import SourceBank
 
 SIZE, LENGTH = (64, 96), 12
@@ -98,6 +99,18 @@ def test_the_identity_sees_every_pixel_and_every_group(bank, spoil):
     assert {k: v for k, v in other.identity().items() if k != "sources"} == {
         k: v for k, v in first.identity().items() if k != "sources"
     }
+
+
+@pytest.mark.parametrize("name", ["attributes", "compose", "drawn", "scenes", "thin"])
+def test_the_identity_sees_the_code_that_draws(bank, tmp_path, monkeypatch, name):
+    known = scenes(bank).identity()
+    code = list(scenes_module.SCENE_CODE)
+    (place,) = [k for k, path in enumerate(code) if path.stem == name]
+    changed = tmp_path / f"{name}.py"
+    changed.write_bytes(code[place].read_bytes() + b"#")
+    monkeypatch.setattr(scenes_module, "SCENE_CODE", (*code[:place], changed, *code[place + 1 :]))
+    found = scenes(bank).identity()
+    assert {key for key in known if known[key] != found[key]} == {"scene code"}
 
 
 def test_what_does_not_decide_a_scene_is_not_in_the_identity(bank, source_folder):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lumen_lab.distillation.gates import GATES, gate_rows
+from lumen_lab.errors import LumenError
 from lumen_lab.network import BiRefNet
 
 
@@ -31,21 +32,28 @@ def test_a_constant_gate_by_hand(network, images):
         fixed(network, path, bias)
     dead, alive, open_ = gate_rows(network, images)
     assert dead["mean"] == pytest.approx(1.3888e-11, rel=1e-3)
-    assert (dead["alive"], dead["under 0.05"]) == (False, 1.0)
-    assert (alive["mean"], alive["alive"], alive["under 0.05"], alive["over 0.95"]) == (0.5, True, 0.0, 0.0)
+    assert (dead["alive"], dead["under_5_percent"]) == (False, 1.0)
+    assert (alive["mean"], alive["alive"], alive["under_5_percent"], alive["over_95_percent"]) == (0.5, True, 0.0, 0.0)
     assert open_["mean"] == pytest.approx(0.98201, abs=1e-4)
-    assert (open_["alive"], open_["over 0.95"]) == (False, 1.0)
+    assert (open_["alive"], open_["over_95_percent"]) == (False, 1.0)
 
 
 def test_one_dead_picture_shows_in_the_lowest_mean(network, images):
     rows = gate_rows(network, images)
     alone = [gate_rows(network, [image]) for image in images]
     for row, first, second in zip(rows, *alone):
-        assert row["lowest picture"] == pytest.approx(min(first["mean"], second["mean"]))
-        assert row["highest picture"] == pytest.approx(max(first["mean"], second["mean"]))
+        assert row["lowest_mean"] == pytest.approx(min(first["mean"], second["mean"]))
+        assert row["highest_mean"] == pytest.approx(max(first["mean"], second["mean"]))
         assert row["mean"] == pytest.approx((first["mean"] + second["mean"]) / 2)
 
 
 def test_nothing_is_left_hooked(network, images):
     gate_rows(network, images)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in network.modules())
+
+
+def test_a_network_in_training_and_no_images_are_refused(network, images):
+    with pytest.raises(LumenError, match="found training=False, 0 images"):
+        gate_rows(network, [])
+    with pytest.raises(LumenError, match="found training=True"):
+        gate_rows(network.train(), images)

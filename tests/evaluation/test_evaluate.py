@@ -102,13 +102,14 @@ def test_a_network_is_scored_at_its_own_size_or_at_the_given_one(tiny):
 
 def test_an_onnx_file_is_loaded_once_for_all_images(tmp_path, monkeypatch):
     path, loaded, load = write_onnx(tmp_path / "mean.onnx"), [], task_module.onnx_session
-    monkeypatch.setattr(task_module, "onnx_session", lambda path: loaded.append(path) or load(path))
+    monkeypatch.setattr(task_module, "onnx_session", lambda path, **named: loaded.append(path) or load(path, **named))
     scores = evaluate(path, scenes(), workers=0)
     assert loaded == [path]
     assert scores == evaluate(lambda image: image.sum(axis=1, keepdims=True), scenes(), size=SIZE, workers=0)
 
 
-def test_a_compiled_context_is_started_once_for_many_images(tmp_path, monkeypatch):
+@pytest.mark.parametrize("workers", [0, None])
+def test_a_compiled_context_is_started_once_for_many_images(tmp_path, monkeypatch, workers):
     path, started = write_onnx(tmp_path / "mean_ctx.onnx"), []
     spec = TensorSpec("image", (1, 3, *SIZE), "NCHW", "float32")
     manifest = Manifest("htp context", {}, {}, (spec,), (spec,), {path.name: file_sha256(path)}, chip="SM8850")
@@ -119,7 +120,7 @@ def test_a_compiled_context_is_started_once_for_many_images(tmp_path, monkeypatc
         return [{"logits": bright(value)} for value in inputs]
 
     monkeypatch.setattr("lumen_lab.deploy.htp.emulate", emulate)
-    assert evaluate(path, scenes(20), workers=0) == evaluate(bright, scenes(20), size=SIZE, workers=0)
+    assert evaluate(path, scenes(20), workers=workers) == evaluate(bright, scenes(20), size=SIZE, workers=0)
     assert started == [16, 4]
 
 

@@ -1,6 +1,7 @@
 """Several processes: the same scores, and whatever is killed, interrupted or cannot be sent ends well and says so."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -8,14 +9,17 @@ import time
 from multiprocessing import active_children, current_process
 from pathlib import Path
 
+import onnxruntime
 import pytest
 
 from lumen_lab import evaluate
 from lumen_lab import evaluation as evaluation_module
 from lumen_lab.errors import LumenError
-from lumen_lab.evaluation import kept
-from lumen_lab.evaluation.processes import GRACE_S, CannotShareError, refuse_inside_a_worker
-from tests.evaluation.predictors import LENGTH, SIZE, Logged, LoggedNetwork, calls_by, scenes
+from lumen_lab.evaluation import processes, resuming
+from lumen_lab.evaluation.processes import GRACE_S, ONE_THREAD, CannotShareError, refuse_inside_a_worker
+from lumen_lab.evaluation.task import prepare
+from tests.evaluation.predictors import LENGTH, LOOKS, SIZE, Listed, Logged, LoggedNetwork, calls_by, disc, scenes
+from tests.evaluation.test_evaluate import write_onnx
 
 KILLED = """
 import sys
@@ -34,7 +38,7 @@ evaluate(nn.Conv2d(3, 1, 1).eval(), scenes(), size=SIZE, workers=1)
 
 
 def rows_kept(out) -> int:
-    path = kept.partial_path(out)
+    path = resuming.partial_path(out)
     return max(0, path.read_bytes().count(b"\n") - 1) if path.exists() else 0
 
 
@@ -62,7 +66,7 @@ def test_after_a_kill_the_same_call_goes_on_and_no_process_is_left(log, out, und
     command = [sys.executable, "-c", KILLED, str(log), str(out)]
     killed = subprocess.Popen(command, cwd=repository, stderr=subprocess.DEVNULL)
     try:
-        assert wait_until(lambda: rows_kept(out) == 4 and len(calls_by(log)) == 6, seconds=120)
+        assert wait_until(lambda: rows_kept(out) == 4 and len(calls_by(log)) == LOOKS + 5, seconds=120)
     finally:
         killed.kill()
         killed.wait()
@@ -71,7 +75,7 @@ def test_after_a_kill_the_same_call_goes_on_and_no_process_is_left(log, out, und
     assert wait_until(lambda: not any(is_running(pid) for pid in set(calls_by(log))), seconds=20)
     before = len(calls_by(log))
     assert evaluate(Logged(log), scenes(), size=SIZE, out=out, workers=0) == undisturbed
-    assert len(calls_by(log)) - before == 1 + LENGTH - 4
+    assert len(calls_by(log)) - before == LOOKS + LENGTH - 4
 
 
 def test_two_processes_have_the_scores_of_none_and_an_interrupt_ends_them(log, out, monkeypatch):
@@ -92,8 +96,8 @@ def test_two_processes_have_the_scores_of_none_and_an_interrupt_ends_them(log, o
     assert rows_kept(out) == 4
     before = len(calls_by(log))
     scores = evaluate(LoggedNetwork(Logged(log)), scenes(), size=SIZE, out=out, workers=2)
-    assert len(calls_by(log)) - before == 1 + LENGTH - 4
-    assert calls_by(log)[before:].count(os.getpid()) == 1  # which looks at the network; other processes score
+    assert len(calls_by(log)) - before == LOOKS + LENGTH - 4
+    assert calls_by(log)[before:].count(os.getpid()) == LOOKS  # which looks at the network; other processes score
     assert active_children() == []
     assert scores == evaluate(LoggedNetwork(Logged(log)), scenes(), size=SIZE, workers=0)
 
@@ -131,24 +135,64 @@ def test_a_lambda_works_here_and_is_refused_elsewhere(undisturbed):
 
 
 def test_left_to_itself_it_goes_on_here_with_what_cannot_be_shared(undisturbed, monkeypatch):
-    monkeypatch.setattr(evaluation_module, "WORTH_S", 0)
+    monkeypatch.setattr(evaluation_module, "MIN_PARALLEL_S", 0)
     with pytest.warns(UserWarning, match="cannot be given to other processes .* Going on in this process alone"):
         scores = evaluate(lambda image: 3 * image.mean(axis=1, keepdims=True), scenes(), size=SIZE)
     assert scores == undisturbed
 
 
-@pytest.mark.parametrize(("worth_s", "sent"), [(0, LENGTH - 2), (1e9, None)])
-def test_left_to_itself_it_starts_processes_where_the_work_is_worth_it(log, undisturbed, monkeypatch, worth_s, sent):
+@pytest.mark.parametrize(("floor_s", "sent"), [(0, LENGTH - 2), (1e9, None)])
+def test_left_to_itself_it_starts_processes_where_the_work_is_worth_it(log, undisturbed, monkeypatch, floor_s, sent):
     asked = []
 
     def in_processes(task, indices, count):
         asked.append((len(indices), count))
         return task.lines(indices)
 
-    monkeypatch.setattr(evaluation_module, "WORTH_S", worth_s)
+    monkeypatch.setattr(evaluation_module, "MIN_PARALLEL_S", floor_s)
     monkeypatch.setattr(evaluation_module, "lines_from_processes", in_processes)
     assert evaluate(Logged(log), scenes(), size=SIZE) == undisturbed
     assert asked == ([] if sent is None else [(sent, evaluation_module._cores())])
+
+
+def test_images_that_came_before_the_processes_gave_up_are_not_scored_again(log, undisturbed, monkeypatch):
+    def in_processes(task, indices, count):
+        yield from task.lines(indices[-1:3:-2])
+        raise CannotShareError("A process ended before it began.")
+
+    monkeypatch.setattr(evaluation_module, "MIN_PARALLEL_S", 0)
+    monkeypatch.setattr(evaluation_module, "lines_from_processes", in_processes)
+    with pytest.warns(UserWarning, match="before it began. Going on in this process alone"):
+        assert evaluate(Logged(log), scenes(), size=SIZE) == undisturbed
+    assert len(calls_by(log)) == LENGTH
+
+
+def test_opencv_has_one_thread_where_processes_score():
+    program = "import cv2; print(cv2.getNumThreads())"
+    done = subprocess.run([sys.executable, "-c", program], env=os.environ | ONE_THREAD, capture_output=True, text=True)
+    assert done.stdout == "1\n"
+
+
+def test_an_onnx_file_has_one_thread_where_processes_score(tmp_path, monkeypatch):
+    path, options = write_onnx(tmp_path / "mean.onnx"), []
+
+    def session(*arguments, real=onnxruntime.InferenceSession, **named):
+        options.append(arguments[1].intra_op_num_threads)
+        return real(*arguments, **named)
+
+    task = prepare(path, scenes(), size=SIZE, hce=False)
+    monkeypatch.setattr(onnxruntime, "InferenceSession", session)
+    task.with_session()
+    processes._unpickled(pickle.dumps(task))
+    assert options == [0, 1]
+
+
+def test_an_attribute_that_json_has_no_word_for_is_told_with_its_image(out):
+    data = Listed([disc("a"), disc("b", attributes={"thin": {1, 2}}), disc("c"), disc("d")])
+    with pytest.raises(LumenError, match="^b: TypeError: set is not a plain value"):
+        evaluate(Logged(out.with_name("log")), data, size=SIZE, workers=1)
+    with pytest.raises(LumenError, match="^b: TypeError: set is not a plain value"):
+        evaluate(lambda image: image[:, :1], Listed(data.samples[:2]), size=SIZE, out=out)
 
 
 def test_a_process_that_imports_its_script_is_told_by_its_name(monkeypatch):

@@ -48,7 +48,7 @@ def directly(prediction, mask, *, normalize):
 def test_stretched_is_what_the_field_gets_from_the_files(name):
     matte = mattes()[name]
     prediction = predicted(matte)
-    expected = directly(eight_bit(prediction), eight_bit(matte > 127 / 255), normalize=True)
+    expected = directly(eight_bit(prediction), eight_bit(matte > 0.5), normalize=True)
     found = score_mask(prediction, matte).values["stretched"]
     assert {metric: found[metric] for metric in FIELD} == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
@@ -57,7 +57,7 @@ def test_stretched_is_what_the_field_gets_from_the_files(name):
 def test_raw_is_what_the_array_itself_gets(name):
     matte = mattes()[name]
     prediction = predicted(matte)
-    expected = directly(prediction, matte > 127 / 255, normalize=False)
+    expected = directly(prediction, matte > 0.5, normalize=False)
     found = score_mask(prediction, matte).values["raw"]
     assert {metric: found[metric] for metric in FIELD} == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
@@ -138,7 +138,7 @@ def test_the_best_of_a_data_set_is_that_of_the_mean_curve():
         prediction = np.clip(predicted(matte) ** (0.4 + 0.5 * number), 0, 1)
         images.append((name, {}, score_mask(prediction, matte, hce=False)))
         for measure in (e, f):
-            measure.step(eight_bit(prediction), eight_bit(matte > 127 / 255), normalize=True)
+            measure.step(eight_bit(prediction), eight_bit(matte > 0.5), normalize=True)
     scores = summarise(images)
     assert scores.mean("e_max", reading="stretched") == pytest.approx(e.get_results()["em"]["curve"].max())
     assert scores.mean("f_max", reading="stretched") == pytest.approx(f.get_results()["f"]["dynamic"].max())

@@ -8,7 +8,6 @@ import sys
 import warnings
 
 import numpy as np
-import py_sod_metrics
 import pytest
 import torch
 
@@ -42,15 +41,35 @@ def alike(value, share):
     return 0.5 * share * 2 * value / (value**2 + 1)
 
 
-def weighted(prediction, mask):
-    return py_sod_metrics.WeightedFmeasure().cal_wfm(prediction, mask > 0)
+def false_weight(top, bottom, left, right):
+    """Of weighted F: Σ 2 − ½^(d/5) over the pixels outside a box, d away from it, for an error of 1 in each."""
+    y, x = np.mgrid[:H, :W]
+    rows, columns = np.maximum(top - y, y - bottom).clip(0), np.maximum(left - x, x - right).clip(0)
+    away = np.hypot(rows, columns)
+    return float((2 - 0.5 ** (away[away > 0] / 5)).sum())
+
+
+def missed_share():
+    """Of weighted F: the mean, over the frame, of a Gaussian of 7 × 7 pixels, σ 5, as far as it lies in the frame."""
+    step = np.arange(-3, 4)
+    weight = np.exp(-(step**2) / 50)
+    beyond = float((abs(step) * weight).sum() / weight.sum())
+    return (1 - beyond / H) * (1 - beyond / W)
+
+
+def f1(recall, precision):
+    return 2 * recall * precision / (recall + precision)
+
+
+FAINT = 76 / 255
+FALSE_BESIDE_PIXEL, FALSE_BESIDE_BAR = false_weight(5, 5, 7, 7), false_weight(4, 11, 5, 14)
 
 
 BLIND = {"e_max": NOTHING_TAKEN, "e_mean": NOTHING_TAKEN, "e_adaptive": NOTHING_TAKEN}
 
 # name → (prediction, matte, every metric of the raw reading)
 EDGES = {
-    "both empty": (EMPTY, EMPTY, BEST | {"e_mean": 255 / 256}),
+    "both empty": (EMPTY, EMPTY, BEST),
     "full prediction of an empty mask": (FULL, EMPTY, WORST),
     "faint prediction of an empty mask": (
         GREY,
@@ -63,13 +82,14 @@ EDGES = {
     "empty prediction of a full mask": (
         EMPTY,
         FULL,
-        WORST | {"e_max": 1, "e_mean": 1 / 256, "f_max": 1, "f_mean": 1 / 256, "weighted_f": weighted(EMPTY, FULL)},
+        WORST | {"e_max": 1, "e_mean": 1 / 256, "f_max": 1, "f_mean": 1 / 256, "weighted_f": f1(1 - missed_share(), 1)},
     ),
     "grey prediction of a full mask": (
         GREY,
         FULL,
         WORST
-        | {"s_measure": 76 / 255, "mae": 179 / 255, "matte_mae": 179 / 255, "weighted_f": weighted(GREY, FULL)}
+        | {"s_measure": 76 / 255, "mae": 179 / 255, "matte_mae": 179 / 255}
+        | {"weighted_f": f1(1 - (1 - FAINT) * missed_share(), 1)}
         | {"e_max": 1, "e_mean": 77 / 256, "f_max": 1, "f_mean": 77 / 256},
     ),
     "one pixel, found": (
@@ -95,7 +115,8 @@ EDGES = {
         WORST
         | BLIND
         | {"s_measure": alike(76 / 255, 1 / 320) + alike(179 / 255, 319 / 320) + 0.5 * (320 - 48) / 320}
-        | {"f_max": from_all(1 / 320), "f_mean": 77 / 256 * from_all(1 / 320), "weighted_f": weighted(GREY, PIXEL)}
+        | {"f_max": from_all(1 / 320), "f_mean": 77 / 256 * from_all(1 / 320)}
+        | {"weighted_f": f1(FAINT, 1 / (1 + FALSE_BESIDE_PIXEL))}
         | {"mae": (179 + 319 * 76) / 81600, "matte_mae": (179 + 319 * 76) / 81600},
     ),
     "nothing found": (
@@ -115,7 +136,7 @@ EDGES = {
             "s_measure": 0.5 * 0.25,
             "f_max": from_all(0.25),
             "f_mean": from_all(0.25),
-            "weighted_f": weighted(FULL, BAR),
+            "weighted_f": f1(1, 80 / (80 + FALSE_BESIDE_BAR)),
         }
         | {"f_adaptive": from_all(0.25), "mae": 0.75, "matte_mae": 0.75, "iou": 0.25, "dice": 0.4, "hce": 5},
     ),
@@ -130,7 +151,7 @@ EDGES = {
             "f_mean": 77 / 256 * from_all(0.25),
         }
         | {
-            "weighted_f": weighted(GREY, BAR),
+            "weighted_f": f1(FAINT, 80 / (80 + FALSE_BESIDE_BAR)),
             "mae": (179 + 3 * 76) / 1020,
             "matte_mae": (179 + 3 * 76) / 1020,
             "hce": 4,
@@ -206,6 +227,22 @@ class TestMatte:
         matte = (np.where(BAR > 0, 128, 127).astype(np.uint8) / dtype(255)).astype(dtype)
         assert score_mask(BAR, matte).values["raw"]["mae"] == 0
         assert score_mask(matte, BAR).values["raw"]["iou"] == 1, "a prediction is cut at the same place"
+
+    @pytest.mark.parametrize(("value", "iou"), [(0.499, 1), (0.5, 1), (0.501, 0)])
+    def test_a_composed_matte_is_cut_at_a_half(self, value, iou):
+        assert score_mask(EMPTY, BAR * value).values["raw"]["iou"] == iou
+
+    @pytest.mark.parametrize("value", [0.4981, 0.499, 0.4999, 0.5001, 0.501, 0.5019])
+    def test_its_saved_file_has_the_same_mask(self, value):
+        composed = BAR * value
+        saved = eight_bit(composed) / np.float32(255)
+        for prediction in (EMPTY, BAR):
+            values = [score_mask(prediction, matte).values["raw"] for matte in (composed, saved)]
+            assert values[0]["iou"] == values[1]["iou"] == float((value > 0.5) == prediction.any())
+
+    def test_nothing_but_the_prediction_is_rounded(self):
+        matte = BAR * 0.7012
+        assert score_mask(BAR, matte).values["raw"]["matte_mae"] == pytest.approx(0.25 * (1 - 0.7012), abs=1e-12)
 
     def test_a_boolean_matte_is_the_mask(self):
         prediction = predicted(mattes()["ring"])

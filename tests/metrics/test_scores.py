@@ -79,8 +79,31 @@ class TestMeans:
         assert row["stretched"] > 0 and row["images_stretched"] == 1
 
     def test_summary_has_one_line_a_metric(self, scores):
-        assert [row["metric"] for row in scores.summary()] == list(METRICS)
+        rows = scores.summary()
+        assert [row["metric"] for row in rows] == [*METRICS, "calibration_error", "grey_share"]
+        assert all(list(row) == list(rows[0]) for row in rows)
         assert {row["better"] for row in scores.summary()} == {"higher", "lower", "zero", "neither"}
+
+    def test_summary_shows_the_calibration_and_how_grey_the_mattes_are(self, scores, images):
+        error, grey = scores.summary()[-2:]
+        assert 0 < error["raw"] == scores.reliability.calibration_error < 1
+        assert error["stretched"] is None and (error["images"], error["images_stretched"]) == (7, 0)
+        shares = [np.mean((matte > 0) & (matte < 1)) for matte in mattes().values()]
+        assert grey["raw"] == grey["stretched"] == pytest.approx(np.mean(shares)) and grey["raw"] > 0.02
+        assert "calibration_error" in scores._repr_html_() and "grey_share" in scores._repr_html_()
+
+    def test_raw_is_the_default_since_stretching_hides_a_saturated_model(self):
+        """Published tables are stretched: there, a graph whose range was cut to [0.3, 0.6] is as good as before."""
+        matte = mattes()["disc"]
+        sound, cut = (
+            summarise([("disc", {}, score_mask(p, matte))]) for p in (predicted(matte), 0.3 + 0.3 * predicted(matte))
+        )
+        assert READINGS[0] == "raw"
+        assert cut.mean("weighted_f") == cut.mean("weighted_f", reading="raw") < sound.mean("weighted_f") - 0.3
+        assert cut.attribute_rows() == cut.attribute_rows(reading="raw")
+        assert cut.counted("soft_edge_px") == cut.counted("soft_edge_px", reading="raw")
+        hidden = cut.mean("weighted_f", reading="stretched")
+        assert hidden == pytest.approx(sound.mean("weighted_f", reading="stretched"), abs=0.01)
 
     def test_the_order_of_the_images_does_not_matter(self, images):
         forth, back = summarise(images), summarise(images[::-1])

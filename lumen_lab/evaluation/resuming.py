@@ -55,8 +55,7 @@ def finished(out: str | Path, origin: Manifest) -> Scores | None:
     out = Path(out)
     if not out.exists():
         return None
-    there = _manifest_of_scores(out)
-    different = differences(there, origin)
+    there, different = _compared(out, origin)
     if different:
         aside = _set_aside(out, there)
         warnings.warn(f"{out} held the scores of another evaluation ({different}); they are now {aside}.", stacklevel=3)
@@ -102,11 +101,12 @@ def _manifest(origin: Manifest, named: Path, file: Path) -> Manifest:
     return replace(origin, files={named.name: file_sha256(file)})
 
 
-def _manifest_of_scores(out: Path) -> Manifest:
+def _compared(out: Path, origin: Manifest) -> tuple[Manifest, str]:
+    """The manifest of the scores at ``out``, and what it differs in."""
     try:
         manifest = Manifest.beside(out)
         if manifest.kind == "scores":
-            return manifest
+            return manifest, differences(manifest, origin)
         reason = f"its manifest is of {manifest.kind}"
     except ArtifactError as error:
         reason = str(error)
@@ -179,5 +179,5 @@ def _read_rows(path: Path, origin: Manifest) -> tuple[dict[int, Row], int]:
 def _differences_of_head(head: bytes, origin: Manifest) -> str:
     try:
         return differences(Manifest.from_json(json.loads(head)), origin)
-    except (ValueError, AttributeError, ArtifactError):
+    except (ValueError, TypeError, AttributeError, ArtifactError):
         return "its first line does not say which"

@@ -1,6 +1,8 @@
 """What is left on disk: a result that is taken again, rows that survive a kill, nobody's scores lost or mixed up."""
 
 import base64
+import dataclasses
+import importlib.metadata
 import json
 import os
 import random
@@ -16,11 +18,12 @@ from torch import nn
 from lumen_lab import evaluate
 from lumen_lab import evaluation as evaluation_module
 from lumen_lab.errors import ArtifactError, LumenError
-from lumen_lab.evaluation import kept
+from lumen_lab.evaluation import resuming
 from lumen_lab.evaluation.rows import read_row, write_row
+from lumen_lab.images import to_network_input
 from lumen_lab.metrics import Scores, score_mask
-from lumen_lab.specs import Manifest
-from tests.evaluation.predictors import LENGTH, SIZE, Listed, Logged, calls_by, disc, scenes
+from lumen_lab.specs import Manifest, manifest_path
+from tests.evaluation.predictors import LENGTH, LOOKS, SIZE, Listed, Logged, calls_by, disc, scenes
 
 
 def run(predictor, out, *, data=None, **options):
@@ -29,12 +32,12 @@ def run(predictor, out, *, data=None, **options):
 
 def interrupted(log, out, *, after):
     """An evaluation that fails after so many images; its file of rows."""
-    calls = len(calls_by(log)) + after + 2  # the first call is not of a row: it tells the predictor
+    calls = len(calls_by(log)) + LOOKS + after + 1
     with pytest.raises(LumenError, match="no more") as caught:
         run(Logged(log, fails_at=calls), out)
     (note,) = caught.value.__notes__
-    assert re.match(rf"\d+ images are scored and kept in {kept.partial_path(out)}", note)
-    return kept.partial_path(out)
+    assert re.match(rf"\d+ images are scored and kept in {resuming.partial_path(out)}", note)
+    return resuming.partial_path(out)
 
 
 # The result
@@ -45,9 +48,9 @@ def test_a_complete_result_is_returned_without_work(log, out, undisturbed):
     assert sorted(path.name for path in out.parent.iterdir()) == ["scores.json", "scores.json.manifest.json"]
     assert Scores.load(out) == undisturbed
     assert Manifest.beside(out).kind == "scores"
-    assert len(calls_by(log)) == LENGTH + 1
+    assert len(calls_by(log)) == LOOKS + LENGTH
     assert run(Logged(log), out) == undisturbed
-    assert len(calls_by(log)) == LENGTH + 2  # one look at the predictor
+    assert len(calls_by(log)) == LOOKS + LENGTH + LOOKS
 
 
 def test_a_line_is_compact_and_gives_back_every_bit():
@@ -86,17 +89,31 @@ def test_the_scores_of_another_evaluation_are_moved_aside_with_a_warning(log, ou
     assert Manifest.beside(aside).made_from["hce"] == "True"
 
 
-def test_functions_of_one_name_are_told_apart_by_what_they_predict(log, out):
-    first = run(Logged(log), out)
-    with pytest.warns(UserWarning, match="predictor: function Logged, first mask .* there, function Logged, first"):
-        assert run(Logged(log, bias=0.5), out) != first
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_functions_of_one_name_are_told_apart_by_the_first_middle_and_last_mask(out, changed):
+    data = Listed([disc("a"), disc("b", seed=1), disc("c", seed=2)])
+    its_input = to_network_input(data.samples[changed].image, size=SIZE)
+
+    def brighter_by(step):
+        return lambda image: 3 * image.mean(axis=1, keepdims=True) + step * np.array_equal(image, its_input)
+
+    first = run(brighter_by(0), out, data=data)
+    with pytest.warns(UserWarning, match=r"evaluation \(first, middle and last mask: up to \d+ grey levels apart\)"):
+        assert run(brighter_by(0.5), out, data=data) != first
+
+
+def test_a_mask_that_rounds_otherwise_is_of_the_same_predictor(log, out, undisturbed):
+    assert run(Logged(log), out) == undisturbed
+    assert run(Logged(log, bias=0.01), out) == undisturbed
+    assert len(calls_by(log)) == LOOKS + LENGTH + LOOKS
+    assert run(Logged(log, bias=0.01), out.with_name("other.json")) != undisturbed
 
 
 def test_networks_of_the_same_weights_are_told_apart_by_what_they_predict(out):
     net = nn.Conv2d(3, 1, 1).eval()
     run(net, out)
     net.register_forward_hook(lambda module, inputs, output: output + 1)
-    with pytest.warns(UserWarning, match="predictor: network Conv2d, weights (.*…), first .* weights \\1, first mask"):
+    with pytest.warns(UserWarning, match=r"evaluation \(first, middle and last mask: up to \d+ grey levels"):
         run(net, out)
 
 
@@ -139,7 +156,7 @@ def test_an_edited_result_is_refused(log, out):
     out.write_text(out.read_text().replace("0.9", "1.0", 1))
     with pytest.raises(ArtifactError, match="does not fit its manifest"):
         run(Logged(log), out)
-    assert len(calls_by(log)) == LENGTH + 2
+    assert len(calls_by(log)) == LOOKS + LENGTH + LOOKS
 
 
 # The rows
@@ -150,7 +167,7 @@ def test_what_was_scored_before_a_failure_is_not_scored_again(log, out, undistur
     assert not out.exists()
     before = len(calls_by(log))
     assert run(Logged(log), out) == undisturbed
-    assert len(calls_by(log)) - before == 1 + LENGTH - 7
+    assert len(calls_by(log)) - before == LOOKS + LENGTH - 7
     assert not partial.exists()
 
 
@@ -161,7 +178,7 @@ def test_a_line_that_was_cut_is_scored_again(log, out, undisturbed, cut_bytes):
     interrupted(log, out, after=2)
     before = len(calls_by(log))
     assert run(Logged(log), out) == undisturbed
-    assert len(calls_by(log)) - before == 1 + LENGTH - (4 - 1 + 2)
+    assert len(calls_by(log)) - before == LOOKS + LENGTH - (4 - 1 + 2)
 
 
 def test_a_damaged_line_is_scored_again(log, out, undisturbed):
@@ -173,7 +190,7 @@ def test_a_damaged_line_is_scored_again(log, out, undisturbed):
     partial.write_bytes(b"".join(lines))
     before = len(calls_by(log))
     assert run(Logged(log), out) == undisturbed
-    assert len(calls_by(log)) - before == 1 + LENGTH - 2
+    assert len(calls_by(log)) - before == LOOKS + LENGTH - 2
 
 
 def test_the_order_in_which_images_were_finished_does_not_matter(log, out, undisturbed, monkeypatch):
@@ -181,14 +198,14 @@ def test_the_order_in_which_images_were_finished_does_not_matter(log, out, undis
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(evaluation_module, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         run(Logged(log), out)
-    partial = kept.partial_path(out)
+    partial = resuming.partial_path(out)
     head, *lines = partial.read_bytes().splitlines(keepends=True)
     assert len(lines) == LENGTH
     random.Random(1).shuffle(lines)
     partial.write_bytes(b"".join([head, *lines]))
     before = len(calls_by(log))
     assert run(Logged(log), out) == undisturbed
-    assert len(calls_by(log)) - before == 1
+    assert len(calls_by(log)) - before == LOOKS
 
 
 def test_rows_of_another_evaluation_are_refused_and_stay(log, out, undisturbed):
@@ -200,12 +217,36 @@ def test_rows_of_another_evaluation_are_refused_and_stay(log, out, undisturbed):
     assert run(Logged(log), out) == undisturbed
 
 
-def test_a_file_of_something_else_where_rows_would_lie_is_refused(log, out):
+@pytest.mark.parametrize(
+    "first_line",
+    [
+        "minutes of the meeting",
+        *("[1,2]", "5", "null", "{}"),
+        json.dumps(Manifest("scores", ["size"], {}, (), (), {}).to_json()),
+        json.dumps(Manifest("scores", {}, None, (), (), {}).to_json()),
+    ],
+)
+def test_a_file_of_something_else_where_rows_would_lie_is_refused(log, out, first_line):
     out.parent.mkdir()
-    kept.partial_path(out).write_text("minutes of the meeting\nall agreed\n")
+    resuming.partial_path(out).write_text(f"{first_line}\nall agreed\n")
     with pytest.raises(ArtifactError, match="its first line does not say which"):
         run(Logged(log), out)
-    assert kept.partial_path(out).read_text().endswith("all agreed\n")
+    assert resuming.partial_path(out).read_text().endswith("all agreed\n")
+
+
+def test_scores_whose_manifest_does_not_say_what_they_are_of_are_refused(log, out):
+    run(Logged(log), out)
+    dataclasses.replace(Manifest.beside(out), made_from=["size"]).save(manifest_path(out))
+    with pytest.raises(ArtifactError, match="cannot be told to be scores .the manifest does not map what"):
+        run(Logged(log), out)
+    assert out.exists()
+
+
+def test_what_decides_scores_is_among_the_tools(log, out):
+    run(Logged(log), out)
+    found = Manifest.beside(out).versions
+    assert {"opencv-python-headless", "scikit-image", "pysodmetrics", "onnxruntime-qnn", "timm"} <= found.keys()
+    assert found["timm"] == importlib.metadata.version("timm")
 
 
 @pytest.mark.parametrize("head_bytes", [0, 10, 200, None])
@@ -228,43 +269,43 @@ def test_rows_beside_their_own_result_are_cleared_away(log, out, undisturbed):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here to stand for a full disk")
 def test_a_full_disk_is_said_before_the_work(log, out):
     out.parent.mkdir()
-    kept.partial_path(out).symlink_to("/dev/full")
+    resuming.partial_path(out).symlink_to("/dev/full")
     with pytest.raises(ArtifactError, match="Cannot write .*scores.json.partial .No space left on device.; make room"):
         run(Logged(log), out)
-    assert len(calls_by(log)) == 1
+    assert len(calls_by(log)) == LOOKS
 
 
 def test_a_disk_that_fills_up_later_leaves_what_was_kept(log, out, undisturbed, monkeypatch):
-    def write(file, line, *, real=kept._write):
-        if len(kept.partial_path(out).read_bytes().splitlines()) == 5:
+    def write(file, line, *, real=resuming._write):
+        if len(resuming.partial_path(out).read_bytes().splitlines()) == 5:
             file.write(line[:100])
             raise ArtifactError("Cannot write: the disk is full")
         real(file, line)
 
     with monkeypatch.context() as patch, pytest.raises(ArtifactError, match="the disk is full"):
-        patch.setattr(kept, "_write", write)
+        patch.setattr(resuming, "_write", write)
         run(Logged(log), out)
     before = len(calls_by(log))
     assert run(Logged(log), out) == undisturbed
-    assert len(calls_by(log)) - before == 1 + LENGTH - 4
+    assert len(calls_by(log)) - before == LOOKS + LENGTH - 4
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_work(log, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ArtifactError, match="Cannot write .*file/scores.json.partial"):
         run(Logged(log), tmp_path / "file" / "scores.json")
-    assert len(calls_by(log)) == 1
+    assert len(calls_by(log)) == LOOKS
 
 
 def test_of_two_with_one_out_the_second_waits_and_takes_what_the_first_made(log, out, undisturbed, monkeypatch):
     said, found = [], []
-    monkeypatch.setattr(kept.warnings, "warn", lambda message, **_: said.append(message))
+    monkeypatch.setattr(resuming.warnings, "warn", lambda message, **_: said.append(message))
     second = threading.Thread(target=lambda: found.append(run(Logged(log), os.path.relpath(out))))
-    with kept.one_at_a_time(out):
+    with resuming.one_at_a_time(out):
         second.start()
         second.join(timeout=1.5)
         assert second.is_alive()
-        assert not kept.partial_path(out).exists()
+        assert not resuming.partial_path(out).exists()
     second.join(timeout=60)
     assert found == [undisturbed]
     assert [message.startswith("Another process is evaluating to ") for message in said] == [True]

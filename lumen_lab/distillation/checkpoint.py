@@ -1,0 +1,91 @@
+"""The state of a training run on disk: written whole, and taken up again only by the run that it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lumen_lab.distillation.recipe import recipe_difference
+from lumen_lab.errors import ArtifactError
+from lumen_lab.network.checkpoints import reason
+from lumen_lab.specs import replacing
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Everything that the next step depends on. ``run``: recipe, precision and number of processes.
+
+    ``average`` is the state dict of the averaged weights; ``scaler`` scales the loss in float16, else None.
+    """
+
+    run: Mapping[str, object]
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    average: Mapping[str, Tensor]
+    scaler: torch.amp.GradScaler | None = None
+
+
+def save_state(path: Path, state: TrainingState, step: int) -> None:
+    """Write the checkpoint whole: a reader sees the old state or the new one."""
+    parts = {"model": state.model, "optimizer": state.optimizer, "scaler": state.scaler}
+    dicts = {name: part.state_dict() for name, part in parts.items() if part is not None}
+    with replacing(path) as temporary:
+        torch.save({**state.run, "step": step, **dicts, "average": dict(state.average)}, temporary)
+
+
+def load_state(path: Path, state: TrainingState) -> int:
+    """Fill ``state`` from the checkpoint, if there is one; returns the step to go on from.
+
+    ``ArtifactError`` for a checkpoint that is damaged, or of another run or network.
+    """
+    if not path.exists():
+        return 0
+    try:
+        saved = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # a cut file fails in a dozen ways
+        raise ArtifactError(
+            f"{path} cannot be read as a checkpoint ({reason(error)}); remove it to start anew."
+        ) from None
+    try:
+        refuse_another(path, saved, state)
+        state.model.load_state_dict(saved["model"])
+        state.optimizer.load_state_dict(saved["optimizer"])
+        if state.scaler is not None:
+            state.scaler.load_state_dict(saved["scaler"])
+        for name, value in saved["average"].items():
+            state.average[name].copy_(value)
+        return saved["step"]
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        raise ArtifactError(
+            f"{path} is no checkpoint that this version writes ({reason(error)}); remove it to start anew."
+        ) from None
+
+
+def refuse_another(path: Path, saved: Mapping[str, object], state: TrainingState) -> None:
+    """Raise ``ArtifactError`` with the difference if the checkpoint is of another run or of another network."""
+    for name, now in state.run.items():
+        then = saved[name]
+        if then != now:
+            what = (
+                f"another recipe ({recipe_difference(then, now)})" if name == "recipe" else f"{name} {then}, now {now}"
+            )
+            raise ArtifactError(
+                f"{path} was made with {what}; go on as it began, give another out_dir, or remove it to start anew."
+            )
+    here, there = state.model.state_dict(), saved["model"]
+    odd = [
+        name for name in {**here, **there} if not (name in here and name in there and alike(here[name], there[name]))
+    ]
+    if odd:
+        raise ArtifactError(
+            f"{path} is of another network: {len(odd)} tensors differ in name or shape, {odd[0]} is the first; "
+            "give another out_dir, or remove it to start anew."
+        )
+
+
+def alike(first: Tensor, second: Tensor) -> bool:
+    return first.shape == second.shape
