@@ -1,8 +1,9 @@
 """Attention logits kept small enough for the shifted-window mask of −100 to stay a mask.
 
-Swin adds −100 to the logits of pairs that the cyclic shift brought together. While every logit lies within ±30 the
-masked ones weigh at most e^−40 of the others; past ±100 the mask leaks, an exact rewrite of the padding is exact no
-more, and eight bits have no step left for what matters. Training at a high rate gets there in a few thousand steps.
+Swin adds −100 to the logits of pairs that the cyclic shift brought together. While every logit, the position bias
+included, lies within ±30 the masked ones weigh at most e^−40 of the others; from ±50 on the mask can leak, an exact
+rewrite of the padding is exact no more, and eight bits have no step left for what matters. Training at a high rate gets
+there in a few thousand steps.
 
 The cure follows QK-clip (Kimi K2, 2025, arXiv:2507.20534, section 2.1): a head whose logits pass the limit has its
 query and key projections scaled down by the square root of the excess each.
@@ -21,7 +22,10 @@ from lumen_lab.network.swin import WindowAttention
 
 @contextmanager
 def largest_logits(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """While the block runs: attention path → largest |query · key| of each head, scaled, before bias and mask."""
+    """While the block runs: attention path → largest |query · key| of each head, scaled, before bias and mask.
+
+    The position bias is left out: it stays within a few units, and scaling the projections would not move it.
+    """
     seen: dict[str, Tensor] = {}
     handles = [
         module.register_forward_pre_hook(_recorder(path, seen))
@@ -35,8 +39,11 @@ def largest_logits(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             handle.remove()
 
 
-def limit_logits(model: nn.Module, seen: dict[str, Tensor], limit: float) -> None:
-    """Scale the queries and keys of every head whose logits were ``seen`` to pass ``limit``, in place."""
+def limit_logits(model: nn.Module, seen: dict[str, Tensor], limit: float | None) -> None:
+    """Scale the queries and keys of every head whose logits were ``seen`` to pass ``limit``, in place.
+
+    Several processes must agree on what was seen, or their copies part.
+    """
     for path, largest in seen.items():
         attention = model.get_submodule(path)
         scale = (limit / largest.clamp(min=limit)).sqrt()  # one a head

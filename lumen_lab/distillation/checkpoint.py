@@ -44,12 +44,7 @@ def load_state(path: Path, state: TrainingState) -> int:
     """
     if not path.exists():
         return 0
-    try:
-        saved = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # a cut file fails in a dozen ways
-        raise ArtifactError(
-            f"{path} cannot be read as a checkpoint ({reason(error)}); remove it to start anew."
-        ) from None
+    saved = read_checkpoint(path)
     try:
         refuse_another(path, saved, state)
         state.model.load_state_dict(saved["model"])
@@ -62,6 +57,16 @@ def load_state(path: Path, state: TrainingState) -> int:
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise ArtifactError(
             f"{path} is no checkpoint that this version writes ({reason(error)}); remove it to start anew."
+        ) from None
+
+
+def read_checkpoint(path: Path) -> dict[str, object]:
+    """The checkpoint as it was saved, on the CPU; ``ArtifactError`` if there is none that can be read."""
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # a cut file fails in a dozen ways
+        raise ArtifactError(
+            f"{path} cannot be read as a checkpoint ({reason(error)}); remove it to start anew."
         ) from None
 
 

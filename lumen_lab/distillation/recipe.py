@@ -16,8 +16,9 @@ from lumen_lab.errors import LumenError
 class Recipe:
     """How to train. ``sizes`` lists (from this share of the steps on, (H, W)); the rate follows a cosine to zero.
 
-    ``encoder_rate`` scales the rate of the transformer (parameters under ``bb.``): at the rate that suits the
-    convolutions its attention logits grow past 100, where softmax is one-hot and the shifted-window mask of −100 leaks.
+    ``encoder_rate`` scales the rate of the transformer (parameters under ``bb.``). ``max_attention_logit`` holds its
+    attention logits where the shifted-window mask of −100 stays a mask (``lumen_lab.distillation.attention_limit``);
+    None lets them grow, which at the rate that suits the convolutions they do, into the hundreds.
     ``dropout`` and ``drop_path`` (stochastic depth) replace the network's own while it trains; None leaves them.
     ``batch`` counts the scenes of a step over all processes. ``LumenError`` for what cannot be trained with: it is
     said here, since a size that comes late would be met after hours.
@@ -32,6 +33,7 @@ class Recipe:
     sizes: tuple[tuple[float, tuple[int, int]], ...] = ((0.0, (128, 128)),)
     dropout: float | None = None
     drop_path: float | None = None
+    max_attention_logit: float | None = None
     ema_decay: float = 0.998
     max_gradient_norm: float = 5.0
     weights: LossWeights = LossWeights()
@@ -58,8 +60,8 @@ def _refusals(recipe: Recipe) -> Iterator[str]:
         if getattr(recipe, name) < least:
             why = " (batch statistics need two scenes)" if name == "batch" else ""
             yield f"{name} {getattr(recipe, name)}; {least} is the least{why}"
-    for name in ("learning_rate", "max_gradient_norm"):
-        if not 0 < getattr(recipe, name) < math.inf:
+    for name in ("learning_rate", "max_gradient_norm", "max_attention_logit"):
+        if getattr(recipe, name) is not None and not 0 < getattr(recipe, name) < math.inf:
             yield f"{name} {getattr(recipe, name)}; it is a number above 0"
     for name in ("encoder_rate", "weight_decay"):
         if not 0 <= getattr(recipe, name) < math.inf:

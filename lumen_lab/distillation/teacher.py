@@ -25,8 +25,9 @@ from torch import nn
 
 from lumen_lab.datasets.scenes import ComposedScenes
 from lumen_lab.datasets.sources import SourceBank, open_sources
+from lumen_lab.distillation.checkpoint import read_checkpoint
 from lumen_lab.distillation.recipe import Recipe, recipe_record
-from lumen_lab.distillation.training import best_precision, train
+from lumen_lab.distillation.training import CHECKPOINT, averaged_network, best_precision, train
 from lumen_lab.errors import LumenError
 from lumen_lab.metrics import score_mask, summarise
 from lumen_lab.network import load_network
@@ -36,13 +37,14 @@ from lumen_lab.specs import file_sha256
 
 VALIDATED = ("s_measure", "weighted_f", "mae", "thin_recall")
 RECIPE = Recipe(
-    steps=7200,
+    steps=9000,
     learning_rate=2e-3,
     encoder_rate=0.3,
     weight_decay=0.05,
     sizes=((0.0, (96, 96)), (0.4, (128, 128)), (0.8, MICRO.image_size)),
     dropout=0.0,
     drop_path=0.0,
+    max_attention_logit=30.0,
 )
 
 
@@ -77,8 +79,10 @@ def validation_scores(
 
 
 def first_network(start: str | None, seed: int) -> nn.Module:
-    """The micro network to begin with: drawn from ``seed``, or with the weights of an earlier run."""
+    """The micro network to begin with: drawn from ``seed``, or with the (averaged) weights of an earlier run."""
     torch.manual_seed(seed)
+    if start and Path(start).name == CHECKPOINT:
+        return averaged_network(load_network(MICRO, weights=None), RECIPE, read_checkpoint(Path(start))["average"])
     return load_network(MICRO, weights=start)
 
 
@@ -93,7 +97,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=RECIPE.steps)
     parser.add_argument("--rate", type=float, default=RECIPE.learning_rate, help="highest learning rate")
     parser.add_argument("--seed", type=int, default=RECIPE.seed, help="of the scenes, and of the first weights")
-    parser.add_argument("--start", help="weights of an earlier run to go on from, with a cosine of its own")
+    parser.add_argument("--start", help="weights (or checkpoint.pt) of an earlier run to go on from, with a new cosine")
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        type=size_from,
+        default=RECIPE.sizes,
+        metavar="SHARE:PX",
+        help="square training sizes, each from a share of the steps on: 0:96 0.4:128 0.8:192",
+    )
     parser.add_argument(
         "--precision",
         choices=("no", "bf16", "fp16"),
@@ -104,6 +116,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--workers", type=at_least(0), default=1, help="processes that compose scenes")
     return parser.parse_args(arguments)
+
+
+def size_from(text: str) -> tuple[float, tuple[int, int]]:
+    """Reads "0.8:192" as a share of the steps and a size (H, W)."""
+    share, _, side_px = text.partition(":")
+    try:
+        return float(share), (int(side_px), int(side_px))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} was given; SHARE:PX, such as 0.8:192, will do") from None
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -128,7 +149,9 @@ def accelerator_in(precision: str) -> Accelerator:
 def make_teacher(given: argparse.Namespace) -> None:
     """Train as ``given`` says and leave the weights in its ``out_dir``; ``LumenError`` for what cannot be."""
     torch.set_num_threads(given.threads)
-    recipe = dataclasses.replace(RECIPE, steps=given.steps, learning_rate=given.rate, seed=given.seed)
+    recipe = dataclasses.replace(
+        RECIPE, steps=given.steps, learning_rate=given.rate, sizes=tuple(given.sizes), seed=given.seed
+    )
     first = first_network(given.start, given.seed)
     bank = open_sources(given.sources)
     accelerator = accelerator_in(given.precision or best_precision())

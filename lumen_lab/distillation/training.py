@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
+from lumen_lab.distillation.attention_limit import largest_logits, limit_logits
 from lumen_lab.distillation.checkpoint import TrainingState, load_state, save_state
 from lumen_lab.distillation.losses import supervised_loss
 from lumen_lab.distillation.recipe import Recipe, recipe_record
@@ -35,6 +36,8 @@ from lumen_lab.rewrites.deform import DECOMPOSE_DEFORM_CONV, RECOMPOSE_DEFORM_CO
 from lumen_lab.rewrites.plan import place
 from lumen_lab.rewrites.record import Rewrite, Site
 
+CHECKPOINT = "checkpoint.pt"
+LIMIT_EVERY = 10  # steps between two looks at the attention logits: they grow over hundreds
 Validation = Callable[[nn.Module], Mapping[str, float | None]]
 
 
@@ -108,7 +111,11 @@ class Run:
 
     def make(self, step: int, scene: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """One update of the weights and of their average; the terms of the loss over this process's share."""
-        terms = one_step(self.model, self.state.optimizer, scene, self.recipe, step, self.accelerator)
+        due = self.recipe.max_attention_logit is not None and step % LIMIT_EVERY == 0
+        with largest_logits(self.state.model) if due else nullcontext({}) as seen:
+            terms = one_step(self.model, self.state.optimizer, scene, self.recipe, step, self.accelerator)
+        largest = {path: self.accelerator.gather(value[None]).amax(0) for path, value in seen.items()}
+        limit_logits(self.state.model, largest, self.recipe.max_attention_logit)
         decay = min(self.recipe.ema_decay, (1 + step) / (10 + step))
         update_average(self.state.average, self.state.model.state_dict(), decay)
         self.progress.update()
@@ -148,12 +155,12 @@ def begin(network: nn.Module, recipe: Recipe, out_dir: Path, accelerator: Accele
     key = {"recipe": recipe_record(recipe), "precision": accelerator.mixed_precision}
     key["processes"] = accelerator.num_processes
     state = TrainingState(key, inner, optimizer, average, accelerator.scaler)
-    start = load_state(out_dir / "checkpoint.pt", state)
+    start = load_state(out_dir / CHECKPOINT, state)
     check_start(start, out_dir, accelerator)
     first = accelerator.is_main_process
     log = RunLog(out_dir, {"train": start, "validation": start + 1}) if first else None
     progress = tqdm(total=recipe.steps, initial=start, desc="training", unit="step", mininterval=2, disable=not first)
-    return Run(network, recipe, accelerator, model, state, out_dir / "checkpoint.pt", start, log, progress)
+    return Run(network, recipe, accelerator, model, state, out_dir / CHECKPOINT, start, log, progress)
 
 
 def check_accelerator(accelerator: Accelerator, recipe: Recipe) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lumen_lab.distillation.attention_limit import head_logits, largest_logits, limit_logits
+from lumen_lab.distillation.teacher import RECIPE
 from lumen_lab.network.swin import WindowAttention
 
 
@@ -54,9 +55,26 @@ def test_the_largest_of_several_calls_counts_and_no_hook_stays(attention, tokens
     assert not attention._forward_pre_hooks
 
 
-def test_within_the_limit_a_masked_pair_weighs_nothing():
-    """The claim behind the limit of 30: at worst, one allowed logit of −30 beside a masked one of +30 − 100."""
-    weights = torch.tensor([-30.0, 30.0 - 100.0], dtype=torch.float64).softmax(0)
-    assert float(weights[1]) < 1e-17
-    leaking = torch.tensor([-100.0, 100.0 - 100.0], dtype=torch.float64).softmax(0)
-    assert float(leaking[1]) > 0.99
+def test_within_the_limit_of_the_recipe_a_masked_window_is_a_mask():
+    """The mask of a shifted window against a softmax that leaves the masked pairs out, at the limit and past it."""
+    tokens = torch.randn(1, 49, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    apart = torch.zeros(49, 49, dtype=torch.bool)
+    apart[:21, 21:] = apart[21:, :21] = True
+    mask = torch.where(apart, -100.0, 0.0).double()[None]
+    for factor, leaks in ((1.0, False), (8.0, True)):
+        attention = attention_at(factor * RECIPE.max_attention_logit, tokens)
+        with torch.no_grad():
+            difference = attention(tokens, mask) - attention(tokens, torch.where(apart, -torch.inf, 0.0).double()[None])
+        assert (float(difference.abs().max()) > 1e-9) == leaks, (factor, float(difference.abs().max()))
+
+
+def attention_at(largest, tokens):
+    """Attention whose largest logit on ``tokens`` is ``largest`` in each head."""
+    torch.manual_seed(0)
+    module = WindowAttention(8, 2, 7).double().eval()
+    with torch.no_grad():
+        module.qkv.weight[:16] *= 20
+        scale = (largest / head_logits(module, tokens)).sqrt().repeat_interleave(4).repeat(2)
+        module.qkv.weight[:16] *= scale[:, None]
+        module.qkv.bias[:16] *= scale
+    return module

@@ -14,8 +14,9 @@ from torch import nn
 from lumen_lab.datasets.drawn import drawn_sources
 from lumen_lab.datasets.scenes import ComposedScenes
 from lumen_lab.distillation import teacher
+from lumen_lab.distillation.checkpoint import save_state
 from lumen_lab.distillation.recipe import Recipe
-from lumen_lab.distillation.training import begin
+from lumen_lab.distillation.training import CHECKPOINT, begin
 from lumen_lab.network import MICRO, load_network
 from lumen_lab.specs import Manifest
 
@@ -149,6 +150,21 @@ def test_a_run_can_go_on_from_weights_and_says_which(tmp_path, trains):
     )
     manifests = [Manifest.beside(tmp_path / name / "teacher.safetensors") for name in "ab"]
     assert manifests[1].made_from["start"] == f"weights sha256 {manifests[0].files['teacher.safetensors']}"
+
+
+def test_a_run_can_go_on_from_the_average_of_a_checkpoint(tmp_path):
+    recipe = dataclasses.replace(teacher.RECIPE, steps=1)
+    state = begin(load_network(MICRO, "golden"), recipe, tmp_path, Accelerator()).state
+    save_state(tmp_path / CHECKPOINT, state, 1)
+    found = teacher.first_network(str(tmp_path / CHECKPOINT), 0).state_dict()
+    expected = load_network(MICRO, "golden").state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_sizes_are_read_as_shares_and_pixels():
+    given = teacher.parse_arguments(["a", "b", "--sizes", "0:96", "0.5:192"])
+    assert given.sizes == [(0.0, (96, 96)), (0.5, (192, 192))]
+    assert tuple(teacher.parse_arguments(["a", "b"]).sizes) == teacher.RECIPE.sizes
 
 
 def test_the_first_weights_are_those_of_the_seed():

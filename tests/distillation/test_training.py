@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lumen_lab.distillation import training
+from lumen_lab.distillation.attention_limit import largest_logits
 from lumen_lab.distillation.recipe import Recipe
 from lumen_lab.distillation.training import parameter_groups, step_seed, train, update_average
 from lumen_lab.errors import LumenError
@@ -193,3 +194,19 @@ def test_average_moves_by_its_decay_and_counters_are_copied():
     update_average(average, current, 0.75)
     assert average["weight"].tolist() == [0.25, 3.0]
     assert int(average["count"]) == 9 and bool(average["seen"])
+
+
+def test_attention_logits_stay_within_the_recipes_limit(run, tiny_config, tmp_path):
+    """Of two equal runs the one with a limit ends within it; the other does not. The last look is at the last step."""
+    limit, recipe = 0.01, dataclasses.replace(RECIPE, steps=1, ema_decay=0.0)
+    largest = {}
+    for name, chosen in (("free", None), ("limited", limit)):
+        run(name, dataclasses.replace(recipe, max_attention_logit=chosen))
+        network = new_network(tiny_config)
+        network.load_state_dict(training.averaged_network(network, recipe, kept(tmp_path / name)["model"]).state_dict())
+        images = torch.stack([Ellipses((64, 64))[index]["image"] for index in range(RECIPE.batch)])
+        with largest_logits(network) as seen, torch.no_grad():
+            network.eval()(images)
+        largest[name] = max(float(heads.max()) for heads in seen.values())
+    assert largest["free"] > 1.5 * limit
+    assert largest["limited"] <= 1.2 * limit  # seen in training mode, before the update that the look follows
