@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from lumen_lab.walk import WALK
 
@@ -107,7 +108,7 @@ def test_a_missing_reason_is_seen():
 def test_conda_and_pip_install_the_same():
     assert sorted(pip_lines()) == sorted(REQUIREMENTS)
     python, *_ = environment()["dependencies"]
-    assert str(Requirement(python).specifier).split(",")[-1] == PROJECT["requires-python"]
+    assert Requirement(python).specifier == SpecifierSet(PROJECT["requires-python"])
 
 
 def test_requirements_are_ranges():

@@ -22,9 +22,10 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import cv2
 import numpy as np
 import py_sod_metrics as peer
+from PIL import Image
+from scipy import ndimage
 
 from lumen_lab import evaluate, save_mask
 from lumen_lab.datasets import ComposedScenes, PairedFolder
@@ -53,7 +54,7 @@ def write_files(root: Path, *, images: int, side_px: int) -> None:
         sample, name = data.sample(index), f"{index:05d}.png"
         write_whole(root / "im" / name, encode_png(sample.image))
         save_mask(sample.matte, root / "gt" / name)
-        soft = cv2.GaussianBlur(np.roll(sample.matte, 2, axis=1), (0, 0), 1.5)
+        soft = ndimage.gaussian_filter(np.roll(sample.matte, 2, axis=1), 1.5)
         noise = np.random.default_rng(index).normal(0, 0.02, soft.shape)
         save_mask(np.clip(0.9 * soft + 0.03 + noise, 0, 1), root / "predicted" / name)
 
@@ -70,8 +71,8 @@ def peer_means(root: Path, readings: tuple[str, ...]) -> dict[str, float]:
         s, e, weighted_f, mae = peer.Smeasure(), peer.Emeasure(), peer.WeightedFmeasure(), peer.MAE()
         measures = (s, e, weighted_f, mae, peer.HumanCorrectionEffortMeasure(), peer.FmeasureV2(handlers))
         for path in sorted((root / "predicted").iterdir()):
-            mask = cv2.imread(str(path), cv2.IMREAD_GRAYSCALE)
-            truth = cv2.imread(str(root / "gt" / path.name), cv2.IMREAD_GRAYSCALE)
+            mask = np.asarray(Image.open(path))
+            truth = np.asarray(Image.open(root / "gt" / path.name))
             stretched = reading == "stretched"
             for measure in measures:
                 if stretched:

@@ -84,32 +84,33 @@ def test_two_processes_have_the_scores_of_none_and_an_interrupt_ends_them(log, o
     class Interrupted(evaluation_module.tqdm):
         def update(self, n=1):
             shown.append(time.monotonic())
-            if len(shown) == 4:  # two by each, if not more by one; whoever has a third to do stalls
+            if len(shown) == 6:  # three by each: whoever has a fourth to do stalls
                 raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as caught:
         patch.setattr(evaluation_module, "tqdm", Interrupted)
-        evaluate(LoggedNetwork(Logged(log, stalls_at=3)), scenes(), size=SIZE, out=out, workers=2)
+        evaluate(LoggedNetwork(Logged(log, stalls_at=LOOKS + 1)), scenes(), size=SIZE, out=out, workers=2)
     assert time.monotonic() - shown[-1] < 0.8 * GRACE_S
     assert active_children() == []
-    assert caught.value.__notes__[0].startswith("4 images are scored and kept")
-    assert rows_kept(out) == 4
+    assert caught.value.__notes__[0].startswith("6 images are scored and kept")
+    assert rows_kept(out) == 6
     before = len(calls_by(log))
     scores = evaluate(LoggedNetwork(Logged(log)), scenes(), size=SIZE, out=out, workers=2)
-    assert len(calls_by(log)) - before == LOOKS + LENGTH - 4
+    assert len(calls_by(log)) - before == LOOKS + LENGTH - 6
     assert calls_by(log)[before:].count(os.getpid()) == LOOKS  # which looks at the network; other processes score
     assert active_children() == []
     assert scores == evaluate(LoggedNetwork(Logged(log)), scenes(), size=SIZE, workers=0)
 
 
 def test_a_worker_that_dies_or_fails_is_told_with_its_image(log, out, undisturbed):
-    with pytest.raises(LumenError, match="A process ended with exit code 3 while it scored test/5/000002; try fewer"):
-        evaluate(Logged(log, dies_at=3), scenes(), size=SIZE, out=out, workers=1)
-    assert rows_kept(out) == 2
-    with pytest.raises(LumenError, match="test/5/000005: ZeroDivisionError: no more") as caught:
-        evaluate(Logged(log, fails_at=4), scenes(), size=SIZE, out=out, workers=1)
+    with pytest.raises(LumenError, match="A process ended with exit code 3 while it scored test/5/000003; try fewer"):
+        evaluate(Logged(log, dies_at=LOOKS + 1), scenes(), size=SIZE, out=out, workers=1)
+    assert rows_kept(out) == 3
+    second = log.with_name("second.log")
+    with pytest.raises(LumenError, match="test/5/000006: ZeroDivisionError: no more") as caught:
+        evaluate(Logged(second, fails_at=LOOKS + 1), scenes(), size=SIZE, out=out, workers=1)
     assert any("predictors.py" in note and "ZeroDivisionError" in note for note in caught.value.__notes__)
-    assert rows_kept(out) == 5
+    assert rows_kept(out) == 6
     assert active_children() == []
     assert evaluate(Logged(log), scenes(), size=SIZE, out=out, workers=0) == undisturbed
 
@@ -187,10 +188,10 @@ def test_an_onnx_file_has_one_thread_where_processes_score(tmp_path, monkeypatch
     assert options == [0, 1]
 
 
-def test_an_attribute_that_json_has_no_word_for_is_told_with_its_image(out):
+def test_an_attribute_that_json_has_no_word_for_is_told_with_its_image(log, out):
     data = Listed([disc("a"), disc("b", attributes={"thin": {1, 2}}), disc("c"), disc("d")])
     with pytest.raises(LumenError, match="^b: TypeError: set is not a plain value"):
-        evaluate(Logged(out.with_name("log")), data, size=SIZE, workers=1)
+        evaluate(Logged(log), data, size=SIZE, workers=1)
     with pytest.raises(LumenError, match="^b: TypeError: set is not a plain value"):
         evaluate(lambda image: image[:, :1], Listed(data.samples[:2]), size=SIZE, out=out)
 
