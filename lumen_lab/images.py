@@ -41,6 +41,7 @@ LOWER_COLOR, HIGHER_COLOR = (33, 102, 172), (178, 24, 43)
 # Only formats that hold one photograph and that Pillow decodes itself: EPS, for one, would start Ghostscript.
 _FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "TIFF", "BMP", "GIF", "JPEG2000", "AVIF", "PPM", "TGA")
 _BROKEN_FILE = (OSError, SyntaxError, ValueError, EOFError, TypeError, IndexError, KeyError, struct.error, zlib.error)
+_FEW_LEVELS, _DARK_BELOW = 4, {255: 32, 65535: 256}  # at each full scale: a mask of so few levels is of class indices
 _FLAT_STEPS = 2  # JPEG stores a grey picture through YCbCr, which may part its channels by a step
 
 
@@ -72,23 +73,25 @@ def load_pixels(path: str | Path, *, max_pixels: int = MAX_PIXELS, least_side_px
     return np.array(_eight_bit(_decode(Path(path), max_pixels, least_side_px), path))
 
 
-def load_mask(path: str | Path, *, max_pixels: int = MAX_PIXELS, from_alpha: bool = False) -> np.ndarray:
+def load_mask(
+    path: str | Path, *, max_pixels: int = MAX_PIXELS, from_alpha: bool = False, any_levels: bool = False
+) -> np.ndarray:
     """Read a mask as float32 (H, W) in [0, 1], upright: 1-bit, grey (8 or 16 bits), RGB, RGBA or palette.
 
     The colour channels must agree. An opaque alpha is ignored; an alpha that varies over one flat colour is the mask.
     ``from_alpha`` takes the alpha of a cut-out. ``ImageError`` as for ``load_image``, and where the file holds no one
-    mask.
+    mask. So it is where there are at most four levels and all but full scale are dark (below 32 of 255, or 256 of
+    65535): class indices, which would read as a picture without foreground. A dim soft mask has more levels and is
+    taken; ``any_levels`` takes every file as it is, with a warning (a prediction that found next to nothing).
     """
     picture = _decode(Path(path), max_pixels)
     if from_alpha and not picture.has_transparency_data:
         raise ImageError(f"{path} was asked for its alpha, but holds none ({picture.mode}); leave from_alpha out.")
     if picture.mode == "I" or picture.mode.startswith("I;16"):
-        return _grey_16_bit(picture, path).astype(np.float32) / np.float32(65535)
+        return _scaled(_grey_16_bit(picture, path), 65535, path, any_levels=any_levels)
     rgba = np.asarray(_convert(picture, "RGBA", path))
     mask = rgba[..., 3] if from_alpha else _single_channel(rgba, path)
-    if mask.max() == 1:
-        warnings.warn(f"{path} holds only 0 and 1 of 255: class indices? Multiply by 255 for a mask.", stacklevel=2)
-    return mask.astype(np.float32) / np.float32(255)
+    return _scaled(mask, 255, path, any_levels=any_levels)
 
 
 def save_mask(mask: np.ndarray, path: str | Path) -> Path:
@@ -264,6 +267,34 @@ def _grey_16_bit(picture: PILImage.Image, path: str | Path) -> np.ndarray:
             f"{path} holds integers from {values.min()} to {values.max()}, beyond 16 bits; save it as 8 or 16 bits."
         )
     return values
+
+
+def _scaled(levels: np.ndarray, full: int, path: str | Path, *, any_levels: bool) -> np.ndarray:
+    """The stored levels as float32 of full scale, if they are those of a mask."""
+    trouble = _trouble_with_levels(levels, full)
+    if trouble and not any_levels:
+        raise ImageError(f"{path} {trouble}.")
+    if trouble:
+        warnings.warn(f"{path} {trouble}.", stacklevel=3)
+    return levels.astype(np.float32) / np.float32(full)
+
+
+def _trouble_with_levels(levels: np.ndarray, full: int) -> str:
+    """Why these are no mask's levels, or "": a mask that reads as empty would reward a prediction of nothing."""
+    dark = _DARK_BELOW[full]
+    if ((levels >= dark) & (levels < full)).any():
+        return ""
+    found = np.unique(levels)
+    if not ((found > 0) & (found < full)).any():
+        return ""
+    if full == 65535 and found[-1] == 255:
+        return "holds nothing above 255 of 65535, as an 8-bit mask does that was stored in 16 bits; save it as 8 bits"
+    if found.size > _FEW_LEVELS:
+        return ""
+    held = f"holds only the levels {', '.join(map(str, found))} of {full}"
+    if found[-1] == full:
+        return f"{held}, as class indices do with {full} for a border to ignore; save it as 0 and {full} alone"
+    return f"{held}, as class indices or a trimap do; save a mask whose foreground is {full}"
 
 
 def _eight_bit(picture: PILImage.Image, path: str | Path) -> PILImage.Image:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from numbers import Integral
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,11 @@ from lumen_lab.errors import ArtifactError, LumenError
 from lumen_lab.images import check_image, resize_mask, to_network_input
 from lumen_lab.specs import Manifest, manifest_path
 
+PROBABILITIES = (
+    "The predictor's values over an image lie in [0, 1] and come near both: these look like probabilities; give "
+    "logits, of which the sigmoid is taken here."
+)
+NEAR_END = 0.05  # of 0 and of 1: what a probability comes to wherever a mask is sure
 Predictor = nn.Module | str | Path | Callable[[np.ndarray], np.ndarray]
 
 
@@ -23,6 +30,7 @@ def predict(model_or_artifact: Predictor, image: np.ndarray, *, size: tuple[int,
     ``model_or_artifact``: a network; an ``.onnx`` file, run on the CPU; the ``.onnx`` of a compiled context binary,
     run in the NPU emulation; or a function from a normalised image (1, 3, h, w) to logits (1, 1, h, w). ``size`` is
     the (h, w) that it works at; without it, the network's ``config.image_size`` or the artefact's contract decides.
+    What looks like probabilities instead of logits is warned of.
     """
     return predict_all(model_or_artifact, [image], size=size)[0]
 
@@ -32,7 +40,7 @@ def predict_all(
 ) -> list[np.ndarray]:
     """``predict`` for several photographs; a compiled binary is loaded once for all of them."""
     images = [check_image(image) for image in images]
-    size = size or working_size(model_or_artifact)
+    size = working_size(model_or_artifact) if size is None else checked_size(size)
     inputs = [to_network_input(image, size=size) for image in images]
     logits = [checked_logits(output) for output in run_all(model_or_artifact, inputs)]
     return [
@@ -46,7 +54,26 @@ def checked_logits(logits: np.ndarray) -> np.ndarray:
         raise LumenError(f"A mask network gives logits (1, 1, h, w), this one gives {logits.shape}; wrap its output.")
     if not np.isfinite(logits).all():
         raise LumenError("The network's output holds NaN or infinity; look at its weights and at its input's range.")
+    warn_of_probabilities(logits)
     return logits
+
+
+def warn_of_probabilities(logits: np.ndarray) -> None:
+    """A warning if all values lie in [0, 1] and come near both ends; the sigmoid of such is grey, 0.5 to 0.73.
+
+    Logits of a mask with a background are below 0 there. Python shows one warning of one place once.
+    """
+    low, high = float(logits.min(initial=np.inf)), float(logits.max(initial=-np.inf))
+    if 0 <= low < NEAR_END and 1 - NEAR_END < high <= 1:
+        warnings.warn(PROBABILITIES, stacklevel=2)
+
+
+def checked_size(size: tuple[int, int]) -> tuple[int, int]:
+    """The size itself as (H, W); ``LumenError`` if it is no pair of whole numbers above 0."""
+    pair = tuple(size) if isinstance(size, list | tuple) else ()
+    if len(pair) != 2 or not all(isinstance(side, Integral) and side > 0 for side in pair):
+        raise LumenError(f"size={size!r} was asked for; give (H, W) in pixels, such as (1024, 1024), or None.")
+    return pair
 
 
 def working_size(model_or_artifact: Predictor) -> tuple[int, int]:

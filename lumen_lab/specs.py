@@ -76,6 +76,18 @@ def write_whole(path: str | Path, content: str | bytes) -> Path:
     return Path(path)
 
 
+def writable_folder(path: str | Path) -> Path:
+    """The folder, made if it is not there; ``ArtifactError`` if no file can be written in it."""
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        reason = error.strerror or error
+        raise ArtifactError(f"Asked to write in {folder}, which cannot be ({reason}); give another folder.") from None
+
+
 def file_sha256(path: str | Path) -> str:
     """Hexadecimal SHA-256 of a file's bytes."""
     with open(path, "rb") as file:

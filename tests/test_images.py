@@ -351,11 +351,6 @@ class TestMasks:
         with pytest.raises(ImageError, match="holds none"):
             images.load_mask(save(image, tmp_path / "opaque.png"), from_alpha=True)
 
-    def test_class_indices_are_pointed_out(self, tmp_path):
-        path = save(np.array([[0, 1]], dtype=np.uint8), tmp_path / "indices.png")
-        with pytest.warns(UserWarning, match="class indices"):
-            images.load_mask(path)
-
     def test_round_trip_keeps_every_8_bit_value(self, tmp_path):
         mask = (np.arange(256, dtype=np.float32) / 255).reshape(8, 32)
         path = images.save_mask(mask, tmp_path / "new folder" / "mask.png")

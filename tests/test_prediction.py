@@ -271,3 +271,44 @@ def test_what_is_not_a_mask_network_is_refused(logits, words):
     output = np.full((1, 1, 8, 8), np.nan, np.float32) if logits is None else np.zeros(logits, np.float32)
     with pytest.raises(LumenError, match=words):
         predict(lambda image: output, np.zeros((5, 7, 3), np.uint8), size=(8, 8))
+
+
+# What looks like something else
+
+
+def sharp(image):
+    """Logits of −8 and 8."""
+    return np.where(image.mean(axis=1, keepdims=True) > 0, 8.0, -8.0).astype(np.float32)
+
+
+def left_half_bright(side_px=32):
+    image = np.zeros((side_px, side_px, 3), np.uint8)
+    image[:, : side_px // 2] = 255
+    return image
+
+
+def test_probabilities_in_the_place_of_logits_are_warned_of():
+    with pytest.warns(UserWarning, match="these look like probabilities; give logits"):
+        predict(lambda image: 1 / (1 + np.exp(-sharp(image))), left_half_bright(), size=(32, 32))
+
+
+@pytest.mark.parametrize(
+    "logits",
+    [
+        sharp,
+        lambda image: sharp(image) * 0.01,  # a timid network
+        lambda image: sharp(image) * 0,
+        lambda image: 0.3 + 0.025 * sharp(image),  # near neither end
+        lambda image: 4 + 0.5 * sharp(image),  # foreground all over
+        lambda image: 0.05 * sharp(image),
+    ],
+)
+def test_logits_are_not_warned_of(logits, recwarn):
+    predict(logits, left_half_bright(), size=(32, 32))
+    assert not [warning for warning in recwarn if "probabilities" in str(warning.message)]
+
+
+def test_a_size_that_is_no_pair_is_refused():
+    for size in (32, "32", (32,), (32, -1), (32.5, 32)):
+        with pytest.raises(LumenError, match="was asked for; give .H, W. in pixels"):
+            predict(sharp, left_half_bright(), size=size)

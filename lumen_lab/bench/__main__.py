@@ -19,9 +19,9 @@ from lumen_lab.bench.report import aim_rows, write_report
 from lumen_lab.bench.table import BenchTable, bench_table, differences, not_compared, run_bench
 from lumen_lab.datasets.debian import fetch_debian_sources
 from lumen_lab.datasets.sources import SourceBank, open_sources
-from lumen_lab.errors import DatasetError, LumenError
+from lumen_lab.errors import ArtifactError, DatasetError, LumenError
 from lumen_lab.network import MICRO_WEIGHTS, load_network
-from lumen_lab.specs import file_sha256
+from lumen_lab.specs import file_sha256, writable_folder
 
 SHOWN = ("s_measure", "weighted_f", "f_max", "e_mean", "mae", "iou", "boundary_iou", "thin_recall", "soft_edge_gap_px")
 RECORDED = BENCH_DIR / "teacher.json"
@@ -48,24 +48,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LumenError as error:
         print(error, file=sys.stderr)
         return 2
+    except OSError as error:
+        where = error.filename2 or error.filename or "a file"
+        print(f"The bench cannot read or write {where} ({error.strerror or error}).", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as stopped:
+        for note in getattr(stopped, "__notes__", ()):
+            print(note, file=sys.stderr)
+        return 130
 
 
 def bench(given: argparse.Namespace) -> int:
     """Score, report, and compare or record; the exit code."""
     predictor, described = chosen_predictor(given.weights)
-    recorded = None if given.record or given.weights else BenchTable.load(RECORDED)  # before hours of work
+    recorded = None if given.record or given.weights else recorded_table()  # before hours of work
     bank = photographs(given.sources, fetch=given.fetch)
     lists = chosen_lists(given.lists, photographs=bank is not None)
     if given.record and (given.weights or set(lists) != set(read_lists())):
         raise DatasetError("A record is of the shipped weights on every list; give SOURCES, and neither --weights.")
     scenes = {name: scenes_of(entry, bank) for name, entry in lists.items()}
+    page = page_in(given.out)
     scores = run_bench(predictor, scenes, out_dir=given.out, workers=given.workers)
     table = bench_table(described, predictor, scores, scenes)
     print_table(table, lists)
-    print(write_report(Path(given.out) / "bench.html", predictor, table, lists, scores, scenes))
+    print(write_report(page, predictor, table, lists, scores, scenes))
     if given.record:
         print(table.save(RECORDED))
     return compared(recorded, table) if recorded else 0
+
+
+def recorded_table() -> BenchTable:
+    """What the teacher's table is compared with; ``ArtifactError`` if there is none."""
+    if not RECORDED.is_file():
+        raise ArtifactError(
+            f"There is no recorded table {RECORDED} to compare with; --record makes it, and --weights scores weights "
+            "without comparing."
+        )
+    return BenchTable.load(RECORDED)
+
+
+def page_in(folder: str | Path) -> Path:
+    """Where the report will lie; ``ArtifactError``, before the work, if it cannot be written there."""
+    page = writable_folder(folder) / "bench.html"
+    if page.is_dir():
+        raise ArtifactError(f"The report would be {page}, which is a folder; move it, or give another --out.")
+    return page
 
 
 def chosen_predictor(weights: str | None) -> tuple[nn.Module | Path, str]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 
 from torch import nn
 
 from lumen_lab.datasets.scenes import ComposedScenes
 from lumen_lab.distillation.gates import gate_rows
+from lumen_lab.errors import ArtifactError
 from lumen_lab.evaluation import TOOLS, evaluate
 from lumen_lab.metrics import METRICS, READINGS, Scores
 from lumen_lab.prediction import Predictor
@@ -23,6 +25,7 @@ RELATIVE_TOLERANCE = 2e-2
 LEAST_IMAGES = 10
 """A mean over fewer images is shown and not compared: one rounding can turn over one image of three."""
 GATE_SCENES = 24
+TEXTS = ("attribute", "gate", "site")  # of a line; all else are numbers
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,15 @@ class BenchTable(Record):
     lists: dict[str, dict[str, tuple[dict[str, object], ...]]]
     gates: dict[str, tuple[dict[str, object], ...]]
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, object]):
+        """The table of ``to_json()``'s values; ``ArtifactError`` if it is not of means and gates."""
+        table = super().from_json(values)
+        wrong = next(_faults(table), None)
+        if wrong:
+            raise ArtifactError(f"The saved BenchTable is damaged ({wrong}); record it again.")
+        return table
+
     def value(self, name: str, metric: str, *, reading: str = "raw") -> float | None:
         """The mean of one metric over all images of a list."""
         return self.lists[name][reading][0][metric]
@@ -44,7 +56,7 @@ class BenchTable(Record):
     def rows(self) -> list[dict[str, object]]:
         """One line a list and reading: every metric over all images."""
         return [
-            {"list": name, "reading": reading} | {key: tables[reading][0][key] for key in ("images", *METRICS)}
+            {"list": name, "reading": reading} | {key: tables[reading][0].get(key) for key in ("images", *METRICS)}
             for name, tables in self.lists.items()
             for reading in READINGS
         ]
@@ -98,16 +110,15 @@ def _gates(network: nn.Module, scenes: ComposedScenes) -> tuple[dict[str, object
 def differences(recorded: BenchTable, found: BenchTable) -> list[dict[str, object]]:
     """One line for each mean of ``found`` that is not the recorded one within the tolerances; empty if they match.
 
-    A list that was recorded and not scored now is not compared; ``not_compared`` names it.
+    A line or gate that only one of the two has counts, its other value is None. A list that was recorded and not scored
+    now is not compared; ``not_compared`` names it.
     """
     rows = []
     for name, tables in found.lists.items():
         for reading in READINGS:
             rows += _differences(name, reading, recorded.lists.get(name, {}).get(reading, ()), tables[reading])
-        for then, now in zip(recorded.gates.get(name, ()), found.gates.get(name, ()), strict=False):
-            if abs(then["mean"] - now["mean"]) > SHARE_TOLERANCE:
-                where = {"list": name, "reading": "", "attribute": "all", "metric": f"gate {now['gate']}"}
-                rows.append({**where, "recorded": then["mean"], "found": now["mean"]})
+        if name in recorded.lists:
+            rows += _differences_of_gates(name, recorded.gates.get(name, ()), found.gates.get(name, ()))
     return rows
 
 
@@ -122,14 +133,50 @@ def not_compared(recorded: BenchTable, found: BenchTable) -> list[str]:
 
 
 def _differences(name: str, reading: str, recorded, found) -> list[dict[str, object]]:
-    expected = {row["attribute"]: row for row in recorded}
+    before, after = ({row["attribute"]: row for row in rows} for rows in (recorded, found))
     return [
-        {"list": name, "reading": reading, "attribute": row["attribute"], "metric": key, "recorded": then, "found": now}
-        for row in found
+        {"list": name, "reading": reading, "attribute": attribute, "metric": key, "recorded": then, "found": now}
+        for attribute in before | after
         for key in ("images", *METRICS)
-        for then, now in [(expected.get(row["attribute"], {}).get(key), row[key])]
-        if not _matches(key, then, now, images=row["images"])
+        for then, now in [(before.get(attribute, {}).get(key), after.get(attribute, {}).get(key))]
+        if not _matches(key, then, now, images=after.get(attribute, {}).get("images", 0))
     ]
+
+
+def _differences_of_gates(name: str, recorded, found) -> list[dict[str, object]]:
+    before, after = ({row["gate"]: row["mean"] for row in rows} for rows in (recorded, found))
+    where = {"list": name, "reading": "", "attribute": "all"}
+    return [
+        {**where, "metric": f"gate {gate}", "recorded": before.get(gate), "found": after.get(gate)}
+        for gate in before | after
+        if not (gate in before and gate in after and abs(before[gate] - after[gate]) <= SHARE_TOLERANCE)
+    ]
+
+
+def _faults(table: BenchTable) -> Iterator[str]:
+    """What is no table of means and gates, in words."""
+    for field in ("versions", "lists", "gates"):
+        if not isinstance(getattr(table, field), dict):
+            yield f"{field} is a {type(getattr(table, field)).__name__}, not a map of names"
+    for name, tables in table.lists.items():
+        for reading in READINGS:
+            rows = tables.get(reading) if isinstance(tables, dict) else None
+            if not _are_rows(rows, "attribute", required=("images",)) or not rows:
+                yield f"{name} has no means of the {reading} reading"
+    for name, rows in table.gates.items():
+        if not _are_rows(rows, "gate", required=("mean",)):
+            yield f"{name} has no means of its gates"
+
+
+def _are_rows(rows: object, label: str, *, required: tuple[str, ...]) -> bool:
+    """Whether these are lines with a label, these numbers, and numbers or None for the rest."""
+    return isinstance(rows, list | tuple) and all(
+        isinstance(row, dict)
+        and isinstance(row.get(label), str)
+        and all(isinstance(row.get(name), Real) for name in required)
+        and all(value is None or isinstance(value, Real) for name, value in row.items() if name not in TEXTS)
+        for row in rows
+    )
 
 
 def _matches(key: str, recorded: float | None, found: float | None, *, images: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from lumen_lab.datasets import compose, thin
+from lumen_lab.datasets.asked import checked_number
 from lumen_lab.datasets.sources import Source, SourceBank, SourceIndex
 from lumen_lab.errors import DatasetError
 
@@ -23,8 +24,11 @@ def drawn_sources(*, pictures: int = 40, side_px: int = 256, seed: int = 0) -> S
 
     Backgrounds are ``side_px`` high and wide; cut-outs are drawn so large and then cropped to what shows. Picture i and
     its split are a function of (seed, i, ``side_px``) alone: the same bits on every machine whose numpy, scipy and
-    Pillow round alike. ``DatasetError`` below 5 pictures, where a split would be empty, or below 32 px.
+    Pillow round alike. ``DatasetError`` below 5 pictures, where a split would be empty, below 32 px, and where a
+    number is not whole or the seed is negative.
     """
+    pictures, side_px = checked_number(pictures, "pictures", least=0), checked_number(side_px, "side_px", least=0)
+    seed = checked_number(seed, "seed", least=0)
     if pictures < len(CYCLE) or side_px < MIN_SIDE_PX:
         raise DatasetError(
             f"Asked for {pictures} drawn pictures of {side_px} px; it takes {len(CYCLE)} for one in every split, and "

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from scipy import ndimage
 
+from lumen_lab.datasets.asked import checked_size
 from lumen_lab.datasets.attributes import ATTRIBUTES, matte_attributes
 from lumen_lab.datasets.pairing import Pair, find_pairs
 from lumen_lab.datasets.sample import Sample
@@ -48,7 +49,8 @@ class PairedFolder(torch.utils.data.Dataset):
         normalise: bool = True,
         from_alpha: bool = False,
     ):
-        self.size, self.normalise, self.from_alpha = _checked_size(size), normalise, from_alpha
+        self.size = None if size is None else checked_size(size)
+        self.normalise, self.from_alpha = normalise, from_alpha
         self.listing = find_pairs(root, images=images, masks=masks, on_orphans=on_orphans)
         if not self.listing.pairs:
             raise DatasetError(f"{self.listing.sentence()} A data set needs a pair; give images= and masks=.")
@@ -70,11 +72,11 @@ class PairedFolder(torch.utils.data.Dataset):
     def identity(self) -> dict[str, str]:
         """What decides every sample, in words: the pairs by a hash of their names and of the bytes of their files.
 
-        The code that reads a pair and tells its attributes counts too.
+        The code that reads a pair and tells its attributes counts too. ``DatasetError`` for a file that cannot be read.
         """
         digest, root = hashlib.sha256(), Path(self.listing.root)
         for pair in self.listing.pairs:
-            sides = [file_sha256(root / file) for file in (pair.image, pair.mask)]
+            sides = [_hashed(root / file) for file in (pair.image, pair.mask)]
             digest.update("\0".join([pair.name, *sides, ""]).encode("utf-8", "surrogateescape"))
         return {
             "kind": "paired folder",
@@ -130,20 +132,18 @@ def _sizes_apart(image_path: Path, image: np.ndarray, mask_path: Path, matte: np
     )
 
 
+def _hashed(path: Path) -> str:
+    try:
+        return file_sha256(path)
+    except OSError as error:
+        link = f", a link to {os.readlink(path)}" if os.path.islink(path) else ""
+        raise DatasetError(
+            f"{path}{link}, cannot be read ({error.strerror}); fetch it, or ask for permission to read it."
+        ) from None
+
+
 def _planes(image: np.ndarray, *, normalise: bool) -> np.ndarray:
     """The image (uint8 H×W×3) as float32 3×H×W."""
     if normalise:
         return to_network_input(image, size=image.shape[:2])[0]
     return np.ascontiguousarray(image.transpose(2, 0, 1)).astype(np.float32) / np.float32(255)
-
-
-def _checked_size(size: Sequence[int] | None) -> tuple[int, int] | None:
-    if size is None:
-        return None
-    try:
-        height, width = size
-        if min(height, width) >= 1 and int(height) == height and int(width) == width:
-            return int(height), int(width)
-    except (TypeError, ValueError):
-        pass
-    raise DatasetError(f"size={size!r} was asked for; give (H, W), two whole numbers from 1 up, or None.")

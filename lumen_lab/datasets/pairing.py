@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lumen_lab.datasets.walking import files_below, is_folder, names_if_open, names_in
 from lumen_lab.errors import DatasetError
 from lumen_lab.specs import Record
 
@@ -115,8 +116,8 @@ def find_pairs(
     root = Path(root)
     if on_orphans not in ("error", "report"):
         raise DatasetError(f'on_orphans={on_orphans!r} was asked for; give "error" or "report".')
-    if not root.is_dir():
-        found = "a file" if root.exists() else "nothing"
+    if not is_folder(root):
+        found = "a file" if os.path.exists(root) else "nothing"
         raise DatasetError(f"{root} was asked for images and masks, but {found} is there; give the data set's folder.")
     listing = _paired(root, *_locate(root, images, masks))
     if on_orphans == "error" and (listing.orphan_images or listing.orphan_masks or not listing.pairs):
@@ -136,7 +137,7 @@ def list_pictures(folder: str | Path, *, leave_out: str | Path | None = None) ->
 
     ``leave_out`` is a folder below it that is not entered. ``DatasetError`` where two pictures have one key.
     """
-    return _by_key(folder, _files(Path(folder), leave_out))
+    return _by_key(folder, files_below(Path(folder), leave_out))
 
 
 def _paired(root: Path, images: Path, masks: Path) -> PairListing:
@@ -170,7 +171,7 @@ def _paired(root: Path, images: Path, masks: Path) -> PairListing:
 def _both_sides(images: Path, masks: Path) -> tuple[dict[str, str], dict[str, str], list[tuple[Path, str]]]:
     """Image files and mask files by key, and (folder, name) of what was ignored."""
     if os.path.samefile(images, masks):
-        files = list(_files(images))
+        files = list(files_below(images))
         jpeg = [name for name in files if _suffix(name) in JPEG_SUFFIXES]
         image_files, ignored_images = _by_key(images, jpeg)
         mask_files, ignored_masks = _by_key(masks, sorted(set(files) - set(jpeg)))
@@ -192,17 +193,6 @@ def _by_key(folder: str | Path, files: Iterable[str]) -> tuple[dict[str, str], t
     return found, tuple(ignored)
 
 
-def _files(folder: Path, leave_out: str | Path | None = None) -> Iterator[str]:
-    """Relative names of all files at and below ``folder``; a link that leads back to a folder above is not followed."""
-    kept_out = None if leave_out is None else os.path.realpath(leave_out)
-    for path, folders, files in os.walk(folder, onerror=_refuse, followlinks=True):
-        above = os.path.realpath(path) + os.sep
-        real = {name: os.path.realpath(os.path.join(path, name)) for name in folders}
-        folders[:] = sorted(n for n in folders if real[n] != kept_out and not above.startswith(real[n] + os.sep))
-        for name in sorted(files):
-            yield (Path(path) / name).relative_to(folder).as_posix()
-
-
 def _key(name: str) -> str:
     return pairing_key(os.path.splitext(name)[0])
 
@@ -215,10 +205,6 @@ def _is_picture(name: str) -> bool:
     return _suffix(name) in PICTURE_SUFFIXES and not _hidden(name)
 
 
-def _refuse(error: OSError) -> None:
-    raise DatasetError(f"{error.filename} cannot be listed ({error.strerror}); ask for permission to read it.")
-
-
 def _hidden(name: str) -> bool:
     """A dot file, or one in a hidden folder or in ``__MACOSX``, which holds no pictures of its own."""
     return any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))
@@ -227,10 +213,10 @@ def _hidden(name: str) -> bool:
 def _unwrapped(folder: Path) -> Path:
     """The folder that holds the files, where archives wrap it in others (``DUT-OMRON-image/DUT-OMRON-image``)."""
     while True:
-        inside = [path for path in folder.iterdir() if not _hidden(path.name)]
-        if len(inside) != 1 or not inside[0].is_dir():
+        inside = [name for name in names_in(folder) if not _hidden(name)]
+        if len(inside) != 1 or not is_folder(folder / inside[0]):
             return folder
-        folder = inside[0]
+        folder = folder / inside[0]
 
 
 def _locate(root: Path, images: str | Path | None, masks: str | Path | None) -> tuple[Path, Path]:
@@ -245,17 +231,29 @@ def _locate(root: Path, images: str | Path | None, masks: str | Path | None) -> 
     if len(found) == 1:
         return found[0]
     if not found:
-        seen = sorted(path.name for path in root.iterdir() if path.is_dir()) or "no folders"
         raise DatasetError(
-            f"{root} was asked for images and masks; found {seen}, and known are {_LAYOUTS}. Give images= and masks=."
+            f"{root} was asked for images and masks; found {_folders_seen(root)}, and known are {_LAYOUTS}. "
+            "Give images= and masks=."
         )
     several = "; ".join(f"{_shown(image, root)} with {_shown(mask, root)}" for image, mask in found)
     raise DatasetError(f"{root} holds {len(found)} sets ({several}); give the folder of one, or images= and masks=.")
 
 
+def _folders_seen(root: Path) -> str:
+    """The folders in ``root`` in words, with those that may not be listed: one of them may be what is missed."""
+    seen = [name for name in names_in(root) if os.path.isdir(root / name)]
+    closed = []
+    for name in seen:
+        try:
+            names_in(root / name)
+        except DatasetError:
+            closed.append(name)
+    return str(seen or "no folders") + (f" (no permission to list {', '.join(closed)})" if closed else "")
+
+
 def _existing(root: Path, given: str | Path) -> Path:
     folder = root / given
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise DatasetError(f"There is no folder {folder}, which was asked for; names are relative to {root}.")
     return folder
 
@@ -281,7 +279,8 @@ def _candidates(root: Path) -> tuple[Candidates, Candidates]:
     """Folders named like images and those named like masks, each with the key that ties the two."""
     sides: dict[str, Candidates] = {"image": [], "mask": []}
     others: dict[tuple[Path, str], Path] = {}
-    for path, folders, _ in os.walk(root, onerror=_refuse, followlinks=True):
+    names_in(root)  # refused if closed; a closed folder in it may be no part of the set
+    for path, folders, _ in os.walk(root, followlinks=True):
         deep = len(Path(path).relative_to(root).parts) + 1
         entered = []
         for name in sorted(name for name in folders if not _hidden(name)):
@@ -328,13 +327,13 @@ def _mixed_folders(root: Path, images: Candidates) -> list[tuple[Path, Path]]:
 
 
 def _is_mixed(folder: Path) -> bool:
-    names = [path.name for path in folder.iterdir() if _is_picture(path.name)]
+    names = [name for name in names_if_open(folder) if _is_picture(name)]
     jpeg = {_key(name) for name in names if _suffix(name) in JPEG_SUFFIXES}
     return any(_key(name) in jpeg for name in names if _suffix(name) not in JPEG_SUFFIXES)
 
 
 def _has_pictures(folder: Path) -> bool:
-    return any(_is_picture(path.name) for path in folder.iterdir())
+    return any(_is_picture(name) for name in names_if_open(folder))
 
 
 def _shown(folder: Path, root: Path) -> str:

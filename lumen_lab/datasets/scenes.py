@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from lumen_lab.datasets import compose, thin
+from lumen_lab.datasets.asked import checked_mixture, checked_number, checked_size
 from lumen_lab.datasets.attributes import ATTRIBUTES, matte_attributes
 from lumen_lab.datasets.sample import Sample
 from lumen_lab.datasets.sources import SourceBank, open_sources
-from lumen_lab.errors import DatasetError
 from lumen_lab.images import IMAGENET_MEAN, IMAGENET_STD
 
 SCENE_CODE = tuple(
@@ -59,7 +59,8 @@ class ComposedScenes(torch.utils.data.Dataset):
     Item ``i`` is a dict: ``image`` float32 3×H×W (ImageNet-normalised unless ``normalise=False``, then in [0, 1]),
     ``matte`` float32 1×H×W in [0, 1], ``attributes`` bool of ``len(ATTRIBUTES)`` and ``index``. It depends on
     (seed, i), the split's sources, ``size`` and ``mixture`` alone: the same bits in every process, and across machines
-    what the same versions of numpy, scipy and Pillow round alike. Raises ``DatasetError`` for an empty split.
+    what the same versions of numpy, scipy and Pillow round alike. ``DatasetError`` for an empty split, and for a size
+    below 32 px, a length, a seed or a mixture that is none.
     """
 
     def __init__(
@@ -74,15 +75,11 @@ class ComposedScenes(torch.utils.data.Dataset):
         mixture: Mapping[str, float] = MIXTURE,
     ):
         bank = sources if isinstance(sources, SourceBank) else open_sources(sources)
-        unknown = set(mixture) - set(MIXTURE)
-        if unknown or not mixture or min(mixture.values()) < 0 or sum(mixture.values()) <= 0:
-            raise DatasetError(f"A mixture of {dict(mixture)} was asked for; give shares >= 0 of {list(MIXTURE)}.")
-        if min(size) < 32 or length < 1:
-            raise DatasetError(f"Asked for {length} scenes of {size} px; scenes are at least 32 px, and at least one.")
+        self.mixture = checked_mixture(mixture, MIXTURE)
+        self.size, self.length = checked_size(size, least_px=32), checked_number(length, "length", least=1)
+        self.split, self.seed, self.normalise = split, checked_number(seed, "seed", least=0), normalise
         self.foregrounds = bank.select("foreground", split)
         self.backgrounds = bank.select("background", split)
-        self.split, self.size, self.length, self.seed = split, tuple(size), length, seed
-        self.normalise, self.mixture = normalise, dict(mixture)
 
     def __len__(self) -> int:
         return self.length

@@ -12,8 +12,10 @@ import hashlib
 import io
 import json
 import re
+import struct
 import sys
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +46,9 @@ VARIANT_SUFFIX = r"([-_ .]*(mirror(ed)?|flip(ped)?|copy|dark|light|small|large|\
 MIN_FOREGROUND_SIDE_PX = 48
 MIN_BACKGROUND_SIDE_PX = 240
 CACHE_FORMAT = 6
+# What a zip of arrays raises when its bytes have changed: an unknown method, say, or a flag that asks for a password.
+_DAMAGED = (OSError, ValueError, TypeError, LookupError, EOFError, RuntimeError, AttributeError, MemoryError)
+_DAMAGED += (zipfile.BadZipFile, zlib.error, struct.error, ArtifactError)
 # Shares of groups that go to validation and to test; the rest is for training.
 HELD_OUT = {"foreground": (0.10, 0.12), "background": (0.13, 0.17)}
 
@@ -118,7 +123,9 @@ def open_sources(root: str | Path, *, cache: bool = True) -> SourceBank:
     """Scan, filter, split and decode the pictures below ``root``; decoded pixels are kept in ``root/.scene_cache``.
 
     ``root`` holds either ``foregrounds/`` and ``backgrounds/``, or unpacked Debian packages (``DEBIAN_PACKAGES``)
-    by name. Raises ``DatasetError`` if neither is there or nothing usable is found.
+    by name. A link to a file in the first two counts as a picture of the link's own name, also for its split; links to
+    folders, and those inside packages (second names of a picture), are passed over. Raises ``DatasetError`` if neither
+    is there or nothing usable is found.
     """
     root = Path(root)
     listed = list_candidates(root)
@@ -149,8 +156,9 @@ def list_candidates(root: str | Path) -> list[tuple[str, str]]:
 
 
 def _images(folder: Path) -> Iterator[Path]:
+    follows_links = folder.name in ("foregrounds", "backgrounds")
     for path in folder.rglob("*"):
-        if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file() and not path.is_symlink():
+        if path.suffix.lower() in IMAGE_SUFFIXES and not path.is_dir() and (follows_links or not path.is_symlink()):
             yield path
 
 
@@ -173,7 +181,10 @@ def scan_sources(listed: Sequence[tuple[str, str]], *, root: str | Path) -> Sour
         {k: found[k] for k in kinds}, {k: counts[k] for k in kinds}, dict(sorted(dropped.items())), sources
     )
     if not all(index.kept.values()):
-        raise DatasetError(f"{root}: no usable pictures: {index.found} found, {index.kept} kept, {index.dropped}.")
+        hint = "" if all(index.found.values()) else " Links to folders are not followed: link their files."
+        raise DatasetError(
+            f"{root}: no usable pictures: {index.found} found, {index.kept} kept, {index.dropped}.{hint}"
+        )
     return SourceBank(index, tuple(pixels for _, pixels in kept))
 
 
@@ -328,7 +339,8 @@ def difference_hash(pixels: np.ndarray) -> np.ndarray:
 def _listing_key(root: Path, listed: Sequence[tuple[str, str]]) -> str:
     digest = hashlib.sha256(f"{CACHE_FORMAT}".encode())
     for kind, name in listed:
-        status = (root / name).stat()
+        path = root / name
+        status = path.stat() if path.exists() else path.lstat()  # a link to nothing is listed, and dropped later
         digest.update(f"{kind}\0{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:16]
 
@@ -351,11 +363,11 @@ def _load_bank(path: Path) -> SourceBank | None:
         with np.load(path) as stored:
             shapes, flat = stored["shapes"], stored["flat"]
             index = SourceIndex.from_json(json.loads(stored["index"].tobytes()))
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, ArtifactError):
+        ends = np.cumsum(shapes.prod(1))
+        pieces = (flat[end - shape.prod() : end].reshape(shape) for shape, end in zip(shapes, ends))
+        return SourceBank(index, tuple(pieces))
+    except _DAMAGED:
         return None
-    ends = np.cumsum(shapes.prod(1))
-    pieces = (flat[end - shape.prod() : end].reshape(shape) for shape, end in zip(shapes, ends))
-    return SourceBank(index, tuple(pieces))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ class TrainingState:
     """Everything that the next step depends on. ``run``: recipe, precision and number of processes.
 
     ``average`` is the state dict of the averaged weights; ``scaler`` scales the loss in float16, else None.
+    ``made_from`` names what the run began with, in words; a checkpoint that does not say is taken at its word.
     """
 
     run: Mapping[str, object]
@@ -27,6 +28,7 @@ class TrainingState:
     optimizer: torch.optim.Optimizer
     average: Mapping[str, Tensor]
     scaler: torch.amp.GradScaler | None = None
+    made_from: Mapping[str, str] = field(default_factory=dict)
 
 
 def save_state(path: Path, state: TrainingState, step: int) -> None:
@@ -34,7 +36,8 @@ def save_state(path: Path, state: TrainingState, step: int) -> None:
     parts = {"model": state.model, "optimizer": state.optimizer, "scaler": state.scaler}
     dicts = {name: part.state_dict() for name, part in parts.items() if part is not None}
     with replacing(path) as temporary:
-        torch.save({**state.run, "step": step, **dicts, "average": dict(state.average)}, temporary)
+        rest = {"made_from": dict(state.made_from), "average": dict(state.average)}
+        torch.save({**state.run, "step": step, **dicts, **rest}, temporary)
 
 
 def load_state(path: Path, state: TrainingState) -> int:
@@ -60,20 +63,19 @@ def load_state(path: Path, state: TrainingState) -> int:
         ) from None
 
 
-def read_checkpoint(path: Path) -> dict[str, object]:
-    """The checkpoint as it was saved, on the CPU; ``ArtifactError`` if there is none that can be read."""
+def read_checkpoint(path: Path, *, remedy: str = "remove it to start anew") -> dict[str, object]:
+    """The checkpoint as it was saved, on the CPU; ``ArtifactError`` with ``remedy`` if none can be read."""
     try:
         return torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # a cut file fails in a dozen ways
-        raise ArtifactError(
-            f"{path} cannot be read as a checkpoint ({reason(error)}); remove it to start anew."
-        ) from None
+        raise ArtifactError(f"{path} cannot be read as a checkpoint ({reason(error)}); {remedy}.") from None
 
 
 def refuse_another(path: Path, saved: Mapping[str, object], state: TrainingState) -> None:
     """Raise ``ArtifactError`` with the difference if the checkpoint is of another run or of another network."""
-    for name, now in state.run.items():
-        then = saved[name]
+    began = {name: saved[name] for name in state.run} | saved.get("made_from", {})
+    for name, now in {**state.run, **state.made_from}.items():
+        then = began.get(name, now)
         if then != now:
             what = (
                 f"another recipe ({recipe_difference(then, now)})" if name == "recipe" else f"{name} {then}, now {now}"

@@ -70,7 +70,8 @@ def _refusals(recipe: Recipe) -> Iterator[str]:
         if not 0 <= (getattr(recipe, name) or 0) < 1:
             yield f"{name} {getattr(recipe, name)}; it is 0 or above, and below 1"
     shares = [share for share, _ in recipe.sizes]
-    if not shares or shares != sorted(set(shares)) or shares[0] != 0 or shares[-1] >= 1:
+    rising = shares == sorted(set(shares)) and all(0 <= share < 1 for share in shares)  # which nan is not
+    if not shares or shares[0] != 0 or not rising:
         yield f"sizes from the shares {shares} of the steps on; shares begin at 0, rise and stay below 1"
     odd = [size for _, size in recipe.sizes if min(size) < 32 or size[0] % 32 or size[1] % 32]
     if odd:

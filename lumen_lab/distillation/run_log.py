@@ -37,6 +37,11 @@ class RunLog:
             if value is not None:
                 self._writer(kind).add_scalar(f"{kind}/{name}", value, step)
 
+    def has(self, kind: str, step: int) -> bool:
+        """Whether ``<kind>.csv`` holds a line of that step."""
+        lines = self._path(kind).read_text().splitlines()[1:] if self._path(kind).exists() else []
+        return any(_step_of(line) == step for line in lines)
+
     def flush(self) -> None:
         """Hand to the disk what TensorBoard has not yet written; before a checkpoint, so that nothing is missing."""
         for writer in self._writers.values():

@@ -28,13 +28,14 @@ from lumen_lab.datasets.sources import SourceBank, open_sources
 from lumen_lab.distillation.checkpoint import read_checkpoint
 from lumen_lab.distillation.recipe import Recipe, recipe_record
 from lumen_lab.distillation.training import CHECKPOINT, averaged_network, best_precision, train
-from lumen_lab.errors import LumenError
+from lumen_lab.errors import CheckpointError, LumenError
 from lumen_lab.metrics import score_mask, summarise
 from lumen_lab.network import load_network
 from lumen_lab.network.checkpoints import save_weights
 from lumen_lab.network.config import MICRO
-from lumen_lab.specs import file_sha256
+from lumen_lab.specs import file_sha256, writable_folder
 
+MOST_SEED = 2**32 - 1  # torch takes 64 bits, and every step and process has a seed of its own
 VALIDATED = ("s_measure", "weighted_f", "mae", "thin_recall")
 RECIPE = Recipe(
     steps=9000,
@@ -53,6 +54,24 @@ def training_scenes(bank: SourceBank, recipe: Recipe, size: tuple[int, int]) -> 
     return ComposedScenes(bank, split="train", size=size, length=recipe.steps * recipe.batch, seed=recipe.seed)
 
 
+def validation_scenes(bank: SourceBank, size: tuple[int, int], *, length: int, seed: int) -> ComposedScenes:
+    """Scenes of the validation split at one size (H, W)."""
+    return ComposedScenes(bank, split="validation", size=size, length=length, seed=seed)
+
+
+def check_splits(bank: SourceBank, recipe: Recipe) -> None:
+    """``DatasetError`` if a split that will be asked for is empty, before hours of work."""
+    training_scenes(bank, recipe, recipe.sizes[0][1])
+    validation_scenes(bank, MICRO.image_size, length=1, seed=0)
+
+
+def describe_start(start: str | None) -> str:
+    """The weights to begin with: a file by its hash, others by their name."""
+    if not start:
+        return "random"
+    return f"weights sha256 {file_sha256(start)}" if Path(start).is_file() else f"weights {start}"
+
+
 def describe_sources(bank: SourceBank) -> str:
     """What the scenes were composed from: counts, and a hash of every picture's name and split."""
     digest = hashlib.sha256(json.dumps(bank.index.to_json(), sort_keys=True).encode()).hexdigest()
@@ -67,7 +86,7 @@ def validation_scores(
 
     A score is None where no scene defines it.
     """
-    data = ComposedScenes(bank, split="validation", size=model.config.image_size, length=scenes, seed=seed)
+    data = validation_scenes(bank, model.config.image_size, length=scenes, seed=seed)
     rows = []
     for index in range(scenes):
         scene = data[index]
@@ -82,8 +101,21 @@ def first_network(start: str | None, seed: int) -> nn.Module:
     """The micro network to begin with: drawn from ``seed``, or with the (averaged) weights of an earlier run."""
     torch.manual_seed(seed)
     if start and Path(start).name == CHECKPOINT:
-        return averaged_network(load_network(MICRO, weights=None), RECIPE, read_checkpoint(Path(start))["average"])
+        return network_of_checkpoint(Path(start))
     return load_network(MICRO, weights=start)
+
+
+def network_of_checkpoint(path: Path) -> nn.Module:
+    """The micro network with the averaged weights of a run; ``LumenError`` if the file is of something else."""
+    remedy = "give the checkpoint.pt of a run of the micro network, or weights (.safetensors)"
+    saved = read_checkpoint(path, remedy=remedy)
+    try:
+        return averaged_network(load_network(MICRO, weights=None), RECIPE, saved["average"])
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, IndexError):
+        found = "averages other weights than this network has"
+        if not (isinstance(saved, dict) and "average" in saved):
+            found = f"is a {type(saved).__name__} without averaged weights"
+        raise CheckpointError(f"{path} {found}; {remedy}.") from None
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -96,7 +128,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("out_dir", help="where the run is kept, and its weights are left")
     parser.add_argument("--steps", type=int, default=RECIPE.steps)
     parser.add_argument("--rate", type=float, default=RECIPE.learning_rate, help="highest learning rate")
-    parser.add_argument("--seed", type=int, default=RECIPE.seed, help="of the scenes, and of the first weights")
+    parser.add_argument(
+        "--seed", type=at_least(0, most=MOST_SEED), default=RECIPE.seed, help="of the scenes, and of the first weights"
+    )
     parser.add_argument("--start", help="weights (or checkpoint.pt) of an earlier run to go on from, with a new cosine")
     parser.add_argument(
         "--sizes",
@@ -127,12 +161,13 @@ def size_from(text: str) -> tuple[float, tuple[int, int]]:
         raise argparse.ArgumentTypeError(f"{text!r} was given; SHARE:PX, such as 0.8:192, will do") from None
 
 
-def at_least(least: int) -> Callable[[str], int]:
+def at_least(least: int, *, most: int | None = None) -> Callable[[str], int]:
     """Reads a whole number from the command line."""
+    range_ = f"{least} or more" if most is None else f"from {least} to {most}"
 
     def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} was given; a whole number, {least} or more, will do")
+        if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+            raise argparse.ArgumentTypeError(f"{text!r} was given; a whole number, {range_}, will do")
         return int(text)
 
     return read
@@ -152,15 +187,19 @@ def make_teacher(given: argparse.Namespace) -> None:
     recipe = dataclasses.replace(
         RECIPE, steps=given.steps, learning_rate=given.rate, sizes=tuple(given.sizes), seed=given.seed
     )
-    first = first_network(given.start, given.seed)
+    out_dir = writable_folder(given.out_dir)
+    first, start = first_network(given.start, given.seed), describe_start(given.start)
     bank = open_sources(given.sources)
+    check_splits(bank, recipe)
+    began = {"start": start, "sources": describe_sources(bank)}
     accelerator = accelerator_in(given.precision or best_precision())
     network = train(
         first,
         partial(training_scenes, bank, recipe),
         recipe,
-        given.out_dir,
+        out_dir,
         accelerator=accelerator,
+        made_from=began,
         validate=partial(validation_scores, bank=bank),
         workers=given.workers,
     )
@@ -170,10 +209,9 @@ def make_teacher(given: argparse.Namespace) -> None:
             "recipe": recipe_record(recipe),
             "precision": accelerator.mixed_precision,
             "processes": str(accelerator.num_processes),
-            "start": f"weights sha256 {file_sha256(given.start)}" if given.start else "random",
-            "sources": describe_sources(bank),
+            **began,
         }
-        save_weights(network, Path(given.out_dir) / "teacher.safetensors", made_from=made_from, half=True)
+        save_weights(network, out_dir / "teacher.safetensors", made_from=made_from, half=True)
     accelerator.end_training()
 
 

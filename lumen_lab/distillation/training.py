@@ -50,6 +50,7 @@ def train(
     accelerator: Accelerator | None = None,
     validate: Validation | None = None,
     validate_every: int = 500,
+    made_from: Mapping[str, str] | None = None,
     workers: int = 1,
     checkpoint_every: int = 200,
     log_every: int = 20,
@@ -59,34 +60,41 @@ def train(
 
     ``scenes_at((H, W))`` gives a dataset of scenes (``image``, ``matte``) whose item i depends on i alone. The state is
     kept in ``out_dir/checkpoint.pt``; a second call goes on from it, with as many threads to the same bits, and refuses
-    a checkpoint of another recipe, precision, number of processes or network (``ArtifactError``). Ctrl-C and SIGTERM
-    wait until the step is made and kept; after a kill, the steps since the last checkpoint are made again.
-    ``stop_after`` ends early.
+    a checkpoint of another recipe, precision, number of processes or network (``ArtifactError``), and one that names
+    another start or sources than ``made_from`` does (name → words). Ctrl-C and SIGTERM wait until the step is made and
+    kept; after a kill, the steps since the last checkpoint are made again. ``stop_after`` ends early.
 
     ``accelerator`` says where and in which precision; by default what ``accelerate launch`` or the machine offers, in
     float32. Each process takes its share of every batch; batch statistics are those of the share. ``validate`` scores
-    the averaged network every ``validate_every`` steps, in the first process. The log is ``train.csv`` (a line is of
-    the step with that index), ``validation.csv`` (after so many steps) and TensorBoard. torch's global random state is
-    left as it was found. ``LumenError`` if the loss or gradient is no longer finite, or a loading process dies.
+    the averaged network every ``validate_every`` steps, in the first process, once the step is kept. The log is
+    ``train.csv`` (a line is of the step with that index), ``validation.csv`` (after so many steps) and TensorBoard.
+    torch's global random state is left as it was found. ``LumenError`` if the loss or gradient is no longer finite, or
+    a loading process dies.
     """
     accelerator, out_dir = accelerator or Accelerator(), Path(out_dir)
     check_accelerator(accelerator, recipe)
     check_intervals(validate_every, checkpoint_every, log_every)
     out_dir.mkdir(parents=True, exist_ok=True)
     last = min(recipe.steps, recipe.steps if stop_after is None else stop_after)
+
+    def due(made: int) -> bool:
+        return validate is not None and made > 0 and (made % validate_every == 0 or made == recipe.steps)
+
     with own_random_state(accelerator.device), held_back(*STOPS) as stops:
-        run = begin(network, recipe, out_dir, accelerator)
+        run = begin(network, recipe, out_dir, accelerator, made_from=made_from)
         loaded = batches(scenes_at, recipe, run.start, last, workers, accelerator)
         with closing(run), closing(loaded), worker_deaths_in_words():
+            if due(run.start) and not run.is_scored(run.start):  # kept, and then the score failed
+                run.score(run.start, validate)
             for step, scene in loaded:
                 terms, made = run.make(step, scene), step + 1
                 if step % log_every == 0:
                     run.report(step, terms)
-                if validate and (made % validate_every == 0 or made == recipe.steps):
-                    run.score(made, validate)
                 stopping = asked_to_stop(stops, accelerator)
-                if stopping or made % checkpoint_every == 0 or made == last:
+                if stopping or due(made) or made % checkpoint_every == 0 or made == last:
                     run.keep(made)
+                if due(made):
+                    run.score(made, validate)
                 if stopping:
                     run.progress.write(f"Stopped after step {made}, which is kept; call again to go on.", sys.stderr)
                     break
@@ -132,6 +140,11 @@ class Run:
         """Log what ``validate`` says of the averaged network after so many steps."""
         if self.log:
             self.log.add("validation", made, validate(averaged_network(self.network, self.recipe, self.state.average)))
+            self.log.flush()
+
+    def is_scored(self, made: int) -> bool:
+        """Whether the log has a score after so many steps; a process without a log has none to make."""
+        return self.log is None or self.log.has("validation", made)
 
     def keep(self, made: int) -> None:
         """Write the checkpoint after so many steps."""
@@ -146,7 +159,14 @@ class Run:
             self.log.close()
 
 
-def begin(network: nn.Module, recipe: Recipe, out_dir: Path, accelerator: Accelerator) -> Run:
+def begin(
+    network: nn.Module,
+    recipe: Recipe,
+    out_dir: Path,
+    accelerator: Accelerator,
+    *,
+    made_from: Mapping[str, str] | None = None,
+) -> Run:
     """Place a copy of ``network`` and its optimizer, and take up what ``out_dir`` keeps of an earlier call."""
     inner = trainable_form(network, recipe)
     optimizer = torch.optim.AdamW(parameter_groups(inner, recipe), lr=recipe.learning_rate, fused=True)
@@ -154,7 +174,7 @@ def begin(network: nn.Module, recipe: Recipe, out_dir: Path, accelerator: Accele
     average = {name: value.detach().clone() for name, value in inner.state_dict().items()}
     key = {"recipe": recipe_record(recipe), "precision": accelerator.mixed_precision}
     key["processes"] = accelerator.num_processes
-    state = TrainingState(key, inner, optimizer, average, accelerator.scaler)
+    state = TrainingState(key, inner, optimizer, average, accelerator.scaler, made_from or {})
     start = load_state(out_dir / CHECKPOINT, state)
     check_start(start, out_dir, accelerator)
     first = accelerator.is_main_process

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from numbers import Integral
 from pathlib import Path
 
 from tqdm.auto import tqdm
@@ -65,7 +66,7 @@ def evaluate(
     What goes wrong with an image is raised at once, with the image's name; the images finished before stay kept.
     """
     refuse_inside_a_worker()
-    if workers is not None and (workers < 0 or int(workers) != workers):
+    if workers is not None and (not isinstance(workers, Integral) or workers < 0):
         raise LumenError(f"workers={workers!r} was asked for; give a number of processes, 0 for none, or None.")
     task = prepare(predictor, dataset, size=size, hce=hce)
     if out is None:
@@ -75,9 +76,21 @@ def evaluate(
         scores = finished(out, origin)
         if scores is None:
             with kept_rows(out, origin) as (rows, keep):
+                _drop_strangers(task, rows)
                 scores = _summary(_collected(task, rows, workers, keep))
                 save(scores, out, origin)
     return scores
+
+
+def _drop_strangers(task: Task, rows: dict[int, Row]) -> None:
+    """Leave out kept rows that are of no image of the data set, or have other attributes: they are scored again."""
+    if not rows:
+        return
+    attributes, count = task.sample(0).attributes.keys(), len(task.names)
+    for index, row in list(rows.items()):
+        named = 0 <= index < count and row.name == task.names[index]
+        if not named or row.attributes.keys() != attributes:
+            del rows[index]
 
 
 def _collected(task: Task, rows: dict[int, Row], workers: int | None, keep: Callable[[bytes], None]) -> list[Row]:

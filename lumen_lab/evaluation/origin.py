@@ -13,7 +13,7 @@ from torch import nn
 
 from lumen_lab import images, metrics, prediction
 from lumen_lab.datasets.sample import Sample
-from lumen_lab.errors import ArtifactError
+from lumen_lab.errors import ArtifactError, ImageError
 from lumen_lab.evaluation.task import MaskFolder, Task, image_named
 from lumen_lab.prediction import artifact_manifest
 from lumen_lab.specs import Manifest, file_sha256, plain, tool_versions
@@ -74,7 +74,7 @@ def _predictor(task: Task) -> str:
     """Weights and files by their hash; of a function there is only its name."""
     if isinstance(task.predictor, MaskFolder):
         files = sorted(task.predictor.files.items())
-        return f"masks {_sha256(*(f'{name} {file_sha256(path)} '.encode() for name, path in files))}"
+        return f"masks {_sha256(*(f'{name} {_mask_sha256(path)} '.encode() for name, path in files))}"
     if isinstance(task.predictor, str | Path):
         return f"file {_artifact_sha256(Path(task.predictor))}"
     if isinstance(task.predictor, nn.Module):
@@ -82,6 +82,13 @@ def _predictor(task: Task) -> str:
 
         return f"network {type(task.predictor).__name__}, weights {weights_sha256(task.predictor)}"
     return f"function {getattr(task.predictor, '__qualname__', type(task.predictor).__name__)}"
+
+
+def _mask_sha256(path: Path) -> str:
+    try:
+        return file_sha256(path)
+    except OSError as error:
+        raise ImageError(f"Cannot read the mask {path} ({error.strerror or error}); write it again.") from None
 
 
 def _coarse_masks(task: Task, samples: list[Sample]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 A line is the only form in which scores travel, so that a resumed evaluation cannot differ from an undisturbed one.
 Numbers are written so that the same bits are read; the curves (256 values each) are packed, which saves three quarters.
+A line begins with the CRC-32 of the rest: one changed digit would be another score, and still be JSON.
 """
 
 from __future__ import annotations
@@ -32,15 +33,21 @@ class Row:
 
 
 def write_row(index: int, sample: Sample, scores: MaskScores) -> bytes:
-    """The row as one line of JSON, newline included."""
+    """The row as one line, newline included: eight hexadecimal digits of the CRC-32, a space, JSON."""
     values = scores.to_json() | {"curves": _packed(scores)}
     row = {"index": index, "name": sample.name, "attributes": sample.attributes, "scores": values}
-    return json.dumps(row, default=plain, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+    text = json.dumps(row, default=plain, allow_nan=False, separators=(",", ":")).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
 def read_row(line: bytes) -> Row:
-    """The row of a line; its curves are arrays, which take a quarter of the memory."""
-    row = json.loads(line)
+    """The row of a line; its curves are arrays, which take a quarter of the memory. ``ValueError`` if it is damaged."""
+    checksum, _, text = line.rstrip(b"\n").partition(b" ")
+    if checksum != b"%08x" % zlib.crc32(text):
+        raise ValueError("the line does not have its checksum")
+    row = json.loads(text)
+    if type(row["index"]) is not int or not isinstance(row["attributes"], dict):
+        raise ValueError("the line is no row")
     curves = _unpacked(row["scores"].pop("curves"))
     scores = MaskScores.from_json(row["scores"] | {"curves": {}})
     return Row(row["index"], row["name"], row["attributes"], replace(scores, curves=curves))

@@ -18,7 +18,15 @@ from lumen_lab.errors import ArtifactError, DatasetError, LumenError
 from lumen_lab.evaluation.rows import write_row
 from lumen_lab.images import load_mask
 from lumen_lab.metrics import score_mask
-from lumen_lab.prediction import Predictor, artifact_manifest, onnx_session, predict_all, run_session, working_size
+from lumen_lab.prediction import (
+    Predictor,
+    artifact_manifest,
+    checked_size,
+    onnx_session,
+    predict_all,
+    run_session,
+    working_size,
+)
 
 EMULATION_BATCH = 16  # images a start of the NPU emulation, which takes seconds
 
@@ -44,7 +52,7 @@ class MaskFolder:
 
     def mask(self, name: str) -> np.ndarray:
         """float32 (H, W) in [0, 1]."""
-        return load_mask(self.files[name])
+        return load_mask(self.files[name], any_levels=True)
 
 
 @dataclass(frozen=True)
@@ -97,12 +105,14 @@ class Task:
 
 def prepare(predictor: Predictor, dataset: Dataset, *, size: tuple[int, int] | None, hce: bool) -> Task:
     """The task, with whatever can be refused before the work begins refused now."""
+    _refuse_no_dataset(dataset)
+    size = None if size is None else checked_size(size)
     names = tuple(dataset.name(index) for index in range(len(dataset)))
     if not names:
         raise DatasetError("There is no image to evaluate on; the data set is empty.")
     _refuse_twins(names)
     if not isinstance(predictor, str | Path):
-        return Task(predictor, dataset, names, tuple(size or working_size(predictor)), hce)
+        return Task(predictor, dataset, names, size or tuple(working_size(predictor)), hce)
     path = Path(predictor)
     if path.is_dir():
         if size is not None:
@@ -112,7 +122,17 @@ def prepare(predictor: Predictor, dataset: Dataset, *, size: tuple[int, int] | N
         raise ArtifactError(f"Asked to evaluate {path}: there is no such file or folder of masks.")
     manifest = artifact_manifest(path)
     batch_size = EMULATION_BATCH if manifest and manifest.chip is not None else 1
-    return Task(path, dataset, names, tuple(size or working_size(path)), hce, batch_size)
+    return Task(path, dataset, names, size or tuple(working_size(path)), hce, batch_size)
+
+
+def _refuse_no_dataset(dataset: object) -> None:
+    needed = ("__len__", "name", "sample", "identity")
+    lacks = [f"{name}()" for name in needed if not callable(getattr(dataset, name, None))]
+    if lacks:
+        raise DatasetError(
+            f"A {type(dataset).__name__} was given to be evaluated on, which has no {', '.join(lacks)}; a data set has "
+            "__len__(), name(index), sample(index) and identity(), as PairedFolder and ComposedScenes do."
+        )
 
 
 def on_accelerator(predictor: Predictor | MaskFolder) -> bool:

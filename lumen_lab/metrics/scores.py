@@ -6,10 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from lumen_lab.errors import MetricError
+from lumen_lab.errors import ArtifactError, MetricError
 from lumen_lab.metrics.confidence import Reliability, pooled
 from lumen_lab.metrics.definitions import METRICS, READINGS
 from lumen_lab.metrics.scoring import MaskScores, Values, check_metrics
@@ -122,8 +123,22 @@ class Scores(Record):
         values["images"] = [ImageScores.from_json(image) for image in values["images"]]
         for image in values["images"]:
             check_metrics(image.values)
-        values["reliability"] = Reliability.from_json(values["reliability"])
-        return super().from_json(values)
+        try:
+            values["reliability"] = Reliability.from_json(values["reliability"])
+        except MetricError as error:
+            raise ArtifactError(f"The saved Scores are damaged: {error} Score again.") from None
+        scores = super().from_json(values)
+        damage = _damage(scores)
+        if damage:
+            raise ArtifactError(f"The saved Scores are damaged ({damage}); score again.")
+        return scores
+
+    @classmethod
+    def load(cls, path: str | Path):
+        try:
+            return super().load(path)
+        except RecursionError:
+            raise ArtifactError(f"Cannot read {path} as a saved {cls.__name__}: it is nested too deep.") from None
 
     def _repr_html_(self) -> str:
         tables = [html_table(self.summary(), caption=f"{len(self.images)} images")]
@@ -134,9 +149,12 @@ class Scores(Record):
 def summarise(images: Sequence[Scored]) -> Scores:
     """Scores of a data set from (name, attribute → whether it holds, scores) of each image.
 
-    ``MetricError`` without an image, with a name given twice, or with images that know different attributes.
+    ``MetricError`` without an image, with a name given twice, with images that know different attributes, or with an
+    attribute that is neither True nor False.
     """
     images = list(images)
+    for image in images:
+        _check_image(image)
     attributes = _attributes(images)
     rows = []
     for name, held, scores in images:
@@ -160,6 +178,48 @@ def _best(scores: list[MaskScores], reading: str) -> dict[str, float | None]:
         metric: float(np.mean([score.curves[reading][curve] for score in scores], axis=0).max())
         for metric, curve in _OF_THE_MEAN_CURVE.items()
     }
+
+
+def _check_image(image: Scored) -> None:
+    if not (isinstance(image, tuple | list) and len(image) == 3 and isinstance(image[2], MaskScores)):
+        raise MetricError(f"An image is given as (name, attributes, what score_mask gave); found {str(image)[:60]!r}.")
+    name, held, _ = image
+    if not isinstance(name, str) or not isinstance(held, Mapping):
+        raise MetricError(
+            f"An image has a name and a dict of attributes, each True or False; found {name!r} with {held!r}."
+        )
+    for attribute, holds in held.items():
+        if not isinstance(attribute, str) or not isinstance(holds, bool | np.bool_):
+            raise MetricError(f"{name} has the attribute {attribute!r} as {holds!r}; say True or False of each name.")
+
+
+def _damage(scores: Scores) -> str:
+    """What is not as ``summarise`` leaves it, or ""."""
+    if not scores.images or not all(isinstance(attribute, str) for attribute in scores.attributes):
+        return "no image, or attributes that are no names"
+    for image in scores.images:
+        named = isinstance(image.name, str) and tuple(image.attributes) == tuple(scores.attributes)
+        if not named or not all(isinstance(holds, bool) for holds in image.attributes.values()):
+            return f"name or attributes of {image.name!r}"
+        if not all(_is_number(value, or_none=True) for reading in READINGS for value in image.values[reading].values()):
+            return f"values of {image.name}"
+        if not _is_number(image.grey_share):
+            return f"grey share of {image.name}"
+    lines = {(reading, line) for reading in READINGS for line in (ALL, *scores.attributes)}
+    if not all(_is_best(scores.best[reading][line]) for reading, line in lines):
+        return "best of the mean curves"
+    columns = (scores.reliability.pixels, scores.reliability.confidence, scores.reliability.foreground)
+    return "" if all(_is_number(value) for column in columns for value in column) else "reliability"
+
+
+def _is_best(best: Mapping[str, object]) -> bool:
+    return set(best) == set(_OF_THE_MEAN_CURVE) and all(_is_number(value, or_none=True) for value in best.values())
+
+
+def _is_number(value: object, *, or_none: bool = False) -> bool:
+    if value is None:
+        return or_none
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _attributes(images: list[Scored]) -> tuple[str, ...]:

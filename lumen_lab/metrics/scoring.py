@@ -155,7 +155,10 @@ def _checked_pair(prediction: np.ndarray, matte: np.ndarray) -> tuple[np.ndarray
 
 
 def _checked(values: np.ndarray, what: str) -> np.ndarray:
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise MetricError(f"The {what} cannot be read as an array ({error}); pass a NumPy array.") from None
     if array.ndim != 2 or array.size == 0:
         raise MetricError(f"A {what} is one map (H, W) with pixels in it; found shape {array.shape}.")
     if array.dtype.kind not in "bf":

@@ -231,19 +231,25 @@ def describe(source: object) -> str:
 def save_weights(model: nn.Module, path: str | Path, *, made_from: Mapping[str, str], half: bool = False) -> Path:
     """Write ``model``'s state dict as safetensors with a manifest beside it.
 
-    ``made_from`` says what made it (command, seed, data); ``half`` stores float16, half the size. Both files are
-    written whole.
+    ``made_from`` says what made it (command, seed, data); ``half`` stores float16, half the size, where every number
+    fits. Both files are written whole.
     """
     path = Path(path)
     if path.suffix != ".safetensors":
         raise CheckpointError(f"Weights are saved as .safetensors, asked for '{path.name}'; change the ending.")
     tensors = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
     if half:
-        tensors = {name: v.half() if v.dtype == torch.float32 else v for name, v in tensors.items()}
+        tensors = {name: halved(value) for name, value in tensors.items()}
     with replacing(path) as temporary:
         safetensors.torch.save_file(tensors, temporary)
     weights_manifest(model, path, made_from, "float16" if half else "float32").save(manifest_path(path))
     return path
+
+
+def halved(value: Tensor) -> Tensor:
+    """float32 as float16 where every number stays finite: the variances of a norm may pass 65,504."""
+    half = value.half() if value.dtype == torch.float32 else value
+    return half if half.isfinite().all() or not value.isfinite().all() else value
 
 
 def weights_sha256(model: nn.Module) -> str:

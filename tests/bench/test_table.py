@@ -106,6 +106,23 @@ def test_a_gate_that_moved_is_a_difference(table):
     assert [row["metric"] for row in differences(alive, dead)] == ["gate deep"]
 
 
+def test_a_gate_or_a_line_that_only_one_table_has_is_a_difference(table):
+    gates = ({"gate": "deep", "mean": 0.46}, {"gate": "middle", "mean": 0.5})
+    both = dataclasses.replace(table, gates={"small": gates})
+    one = dataclasses.replace(table, gates={"small": gates[1:]})
+    expected = [("gate deep", 0.46, None), ("gate middle", 0.5, None)]
+    rows = differences(both, dataclasses.replace(table, gates={}))
+    assert [(row["metric"], row["recorded"], row["found"]) for row in rows] == expected
+    assert [row["metric"] for row in differences(both, one)] == ["gate deep"]
+    assert [row["metric"] for row in differences(one, both)] == ["gate deep"]
+    fewer = copy.deepcopy(table)
+    *kept, dropped = fewer.lists["small"]["raw"]
+    fewer.lists["small"]["raw"] = tuple(kept)
+    gone = differences(table, fewer)
+    assert {(row["attribute"], row["found"]) for row in gone} == {(dropped["attribute"], None)}
+    assert ("images", dropped["images"]) in {(row["metric"], row["recorded"]) for row in gone}
+
+
 def test_what_was_not_compared_is_named(table):
     unknown = dataclasses.replace(table, lists={"other": table.lists["small"]})
     assert len(differences(table, unknown)) > 20
@@ -128,6 +145,27 @@ def test_a_table_survives_the_file(table, tmp_path):
     assert differences(table, BenchTable.load(path)) == []
     path.write_text("{}")
     with pytest.raises(ArtifactError):
+        BenchTable.load(path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda values: values.update(lists=[1]), "lists is a tuple, not a map"),
+        (lambda values: values.update(gates=None), "gates is a NoneType, not a map"),
+        (lambda values: values.update(versions=None), "versions is a NoneType"),
+        (lambda values: values["lists"]["small"].pop("raw"), "small has no means of the raw reading"),
+        (lambda values: values["lists"]["small"].update(raw=[]), "small has no means of the raw reading"),
+        (lambda values: values["lists"]["small"]["raw"][0].update(mae="x"), "small has no means of the raw reading"),
+        (lambda values: values["gates"].update(small=[{"gate": "deep"}]), "small has no means of its gates"),
+    ],
+)
+def test_a_damaged_table_is_refused_when_it_is_read(table, tmp_path, spoil, words):
+    path = table.save(tmp_path / "table.json")
+    values = json.loads(path.read_text())
+    spoil(values)
+    path.write_text(json.dumps(values))
+    with pytest.raises(ArtifactError, match=words):
         BenchTable.load(path)
 
 
@@ -180,3 +218,36 @@ def test_photographs_that_cannot_be_fetched_leave_the_drawn_list(at_hand, monkey
     assert (
         "apt-get is not here. Without photographs the list of drawn scenes alone is scored." in capsys.readouterr().err
     )
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(at_hand, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "run_bench", lambda *given, **options: pytest.fail("the work began"))
+    (tmp_path / "out" / "bench.html").mkdir(parents=True)
+    assert at_hand() == 2
+    assert "bench.html, which is a folder; move it, or give another --out." in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert command.main(["--out", str(tmp_path / "file")]) == 2
+    assert f"Asked to write in {tmp_path / 'file'}, which cannot be" in capsys.readouterr().err
+
+
+def test_a_disk_that_fails_and_an_interrupt_end_quietly(at_hand, monkeypatch, capsys):
+    def full(path, *given):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(command, "write_report", full)
+    assert at_hand() == 2
+    assert "bench.html (No space left on device)." in capsys.readouterr().err
+
+    def interrupted(*given, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run_bench", interrupted)
+    assert at_hand() == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_without_a_recorded_table_the_command_says_how_to_get_on(at_hand, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(command, "RECORDED", tmp_path / "none.json")
+    assert at_hand() == 2
+    err = capsys.readouterr().err
+    assert "none.json" in err and "--record" in err and "--weights" in err and err.count("\n") == 1

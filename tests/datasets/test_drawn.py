@@ -104,3 +104,12 @@ def test_scenes_can_be_composed_from_every_split_of_the_smallest_bank(split):
 def test_too_few_or_too_small_is_refused(options, found):
     with pytest.raises(DatasetError, match=f"Asked for .*{found}.*it takes 5 for one in every split, and 32 px"):
         drawn_sources(**options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"pictures": 5.5}, {"pictures": "9"}, {"side_px": 40.5}, {"seed": -1}, {"seed": None}, {"seed": 0.5}]
+)
+def test_numbers_that_are_none_are_refused(options):
+    (name,) = options
+    with pytest.raises(DatasetError, match=f"{name}=.* was asked for; give a whole number"):
+        drawn_sources(**{"pictures": 5, "side_px": 32} | options)

@@ -1,5 +1,7 @@
 """Folders of images and masks as a data set: what is read, at which size, and what is refused."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -204,3 +206,31 @@ def test_contrast_is_judged_on_the_scale_of_composed_scenes(tmp_path):
         write(tmp_path, f"gt/{stem}.png", hard)
     data = PairedFolder(tmp_path)
     assert [data.sample(k).attributes["low_contrast"] for k in (0, 1)] == [True, False]
+
+
+def test_class_indices_do_not_pass_for_pictures_without_foreground(folder):
+    write(folder, "gt/tall.PNG", np.uint8(disc(SHAPES["tall"]) > 127) * np.uint8(2))
+    with pytest.raises(ImageError, match="tall.PNG holds only the levels 0, 2"):
+        PairedFolder(folder).sample(1)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="making links needs a privilege on Windows")
+def test_a_file_that_cannot_be_read_is_named_by_the_identity(folder, monkeypatch):
+    (folder / "im" / "tall.png").unlink()
+    (folder / "im" / "tall.png").symlink_to(".annex/gone")
+    data = PairedFolder(folder)
+    with pytest.raises(DatasetError, match="tall.png, a link to .annex/gone, cannot be read .No such file"):
+        data.identity()
+
+    def closed(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(folders, "file_sha256", closed)
+    with pytest.raises(DatasetError, match=r"1#Bag#x y.png, cannot be read .Permission denied"):
+        data.identity()
+
+
+@pytest.mark.parametrize("size", [5, (5,), (0, 5), (5.5, 5), (float("inf"), 5), (float("nan"), 5), "55", (True, 5)])
+def test_a_size_that_is_none_is_refused(folder, size):
+    with pytest.raises(DatasetError, match="size=.* was asked for; give .H, W., two whole numbers"):
+        PairedFolder(folder, size=size)

@@ -211,3 +211,83 @@ def test_a_listing_is_shown_saved_and_read_again(tmp_path):
         ("ignored", 1, None),
     ]
     assert "im/&lt;b&gt;.jpg" in listing._repr_html_()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="making links needs a privilege on Windows")
+def test_folders_that_link_to_each_other_are_entered_once(tmp_path):
+    parts = [f"part{k}" for k in range(8)]  # followed by every way there is, they would make 8! paths
+    touch(tmp_path, *(f"im/{part}/x.jpg" for part in parts), *(f"gt/{part}/x.png" for part in parts))
+    for part in parts:
+        for other in set(parts) - {part}:
+            (tmp_path / "im" / part / other).symlink_to(f"../{other}")
+    assert names(find_pairs(tmp_path)) == [f"{part}/x" for part in parts]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="making links needs a privilege on Windows")
+def test_a_folder_below_goes_by_its_own_name_and_one_elsewhere_by_its_link(tmp_path):
+    touch(tmp_path, "store/x.jpg", "store/more/y.jpg", "set/im/deep/z.jpg")
+    (tmp_path / "set" / "im" / "a").symlink_to("deep")
+    (tmp_path / "set" / "im" / "b").symlink_to(tmp_path / "store")
+    (tmp_path / "set" / "im" / "c").symlink_to(tmp_path / "store" / "more")
+    assert sorted(list_pictures(tmp_path / "set" / "im")[0].values()) == ["b/x.jpg", "c/y.jpg", "deep/z.jpg"]
+
+
+@pytest.fixture
+def close(monkeypatch):
+    """Takes from this process the permission to list a folder; taken on disk, a privileged user would not notice."""
+
+    def refusing(listing, folder):
+        def listed(path="."):
+            if os.fspath(path) == str(folder):
+                raise PermissionError(13, "Permission denied", str(folder))
+            return listing(path)
+
+        return listed
+
+    def closing(folder):
+        for name in ("scandir", "listdir"):
+            monkeypatch.setattr(os, name, refusing(getattr(os, name), folder))
+
+    return closing
+
+
+@pytest.mark.parametrize("closed", ["other", "secret_masks"])
+def test_a_closed_folder_beside_the_two_does_not_matter(tmp_path, close, closed):
+    touch(tmp_path, "im/a.jpg", "gt/a.png", f"{closed}/b.png")
+    close(tmp_path / closed)
+    assert names(find_pairs(tmp_path)) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("masks", "closed", "sentence"),
+    [
+        ("gt", "gt", "gt cannot be listed .Permission denied.; ask for permission"),
+        ("gt", "im", "im cannot be listed"),
+        ("gt", ".", "cannot be listed"),
+        ("im_mask", "im_mask", "no permission to list im_mask"),
+    ],
+)
+def test_a_closed_folder_that_is_needed_is_named(tmp_path, close, masks, closed, sentence):
+    touch(tmp_path, "im/a.jpg", f"{masks}/a.png")
+    close(tmp_path / closed)
+    with pytest.raises(DatasetError, match=sentence):
+        find_pairs(tmp_path)
+
+
+def test_a_closed_folder_that_was_named_is_refused(tmp_path, close, monkeypatch):
+    touch(tmp_path, "photos/a.jpg", "labels/b.png")
+    close(tmp_path / "labels")
+    with pytest.raises(DatasetError, match="labels cannot be listed"):
+        find_pairs(tmp_path, images="photos", masks="labels")
+    with pytest.raises(DatasetError, match="labels cannot be listed|none could be the images"):
+        find_pairs(tmp_path, masks="labels")
+    seen = os.stat
+
+    def hidden(path, **options):
+        if os.fspath(path).endswith("labels"):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return seen(path, **options)
+
+    monkeypatch.setattr(os, "stat", hidden)
+    with pytest.raises(DatasetError, match="labels cannot be listed .Permission denied"):
+        find_pairs(tmp_path, images="photos", masks="labels")

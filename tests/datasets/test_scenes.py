@@ -107,6 +107,30 @@ def test_wrong_requests_are_refused_with_what_was_asked(bank, tmp_path):
         scenes(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("seed", (-1, None, 1.5, "3")),
+        ("length", (0, 2.5, None, float("inf"))),
+        ("size", (64, (64,), (64.5, 64), (float("nan"), 64), (float("inf"), 64), "ab", None)),
+        ("mixture", ({}, None, "thin", ["thin"], {"thin": "1"}, {"thin": 0}, {"thin": -1, "shape": 2})),
+        ("mixture", ({"thin": float("nan")}, {"thin": float("inf")}, {"thin": 1e308, "shape": 1e308}, {"thin": None})),
+    ],
+)
+def test_what_would_fail_at_some_scene_is_refused_when_the_set_is_made(bank, option, values):
+    for value in values:
+        with pytest.raises(DatasetError, match=f"{option}.* was asked for; give"):
+            scenes(bank, **{option: value})
+
+
+def test_numbers_of_any_kind_make_the_same_scenes(bank):
+    plain = scenes(bank, mixture={"thin": 1.0, "shape": 0.5})
+    shares = {"thin": np.float32(1), "shape": np.float64(0.5)}
+    numpy = scenes(bank, size=[64.0, np.int64(96)], length=np.int64(40), seed=np.uint8(3), mixture=shares)
+    assert digest(numpy[2]) == digest(plain[2])
+    assert numpy.identity() == plain.identity()
+
+
 def test_scenes_reach_the_border_fill_the_frame_and_stay_small(bank):
     flags = np.stack([item["attributes"].numpy() for item in scenes(bank, length=150)])
     share = dict(zip(ATTRIBUTES, flags.mean(0)))

@@ -207,6 +207,60 @@ def test_the_cache_gives_the_same_bank_and_a_damaged_one_is_made_again(tmp_path)
     assert open_sources(root).index == first.index
 
 
+@pytest.mark.parametrize(("offset", "byte"), [(8, 99), (6, 1)], ids=["unknown method", "asks for a password"])
+def test_a_cache_whose_zip_says_what_it_is_not_is_made_again(source_folder, tmp_path, offset, byte):
+    root = shutil.copytree(source_folder, tmp_path / "copy", ignore=shutil.ignore_patterns(".scene_cache"))
+    bank = open_sources(root)
+    (path,) = (root / ".scene_cache").iterdir()
+    stored = bytearray(path.read_bytes())
+    stored[offset] = byte
+    stored[stored.index(b"PK\x01\x02") + offset + 2] = byte  # the directory says the same of the first member
+    path.write_bytes(stored)
+    assert sources._load_bank(path) is None
+    assert open_sources(root).index == bank.index
+
+
+@pytest.mark.skipif(os.name == "nt", reason="making links needs a privilege on Windows")
+class TestLinks:
+    def linked(self, source_folder, root):
+        for kind in ("foregrounds", "backgrounds"):
+            (root / kind).mkdir(parents=True)
+            for number, path in enumerate(sorted((source_folder / kind).iterdir())):
+                store = root / "store" / kind / f"{number:03d}"
+                store.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, store)
+                (root / kind / path.name).symlink_to(store)
+        return root
+
+    def test_linked_files_are_pictures_of_the_link_s_name(self, source_folder, bank, tmp_path):
+        found = open_sources(self.linked(source_folder, tmp_path / "set"))
+        assert found.index == bank.index
+        assert all(map(np.array_equal, found.pixels, bank.pixels))
+
+    def test_a_link_to_nothing_is_counted(self, source_folder, tmp_path):
+        root = self.linked(source_folder, tmp_path / "set")
+        (root / "store" / "foregrounds" / "003").unlink()
+        index = open_sources(root).index
+        assert (index.found["foreground"], index.kept["foreground"]) == (40, 39)
+        assert index.dropped == {"foreground: unreadable, or above the pixel limit": 1}
+
+    def test_linked_folders_are_not_entered_and_the_error_says_so(self, source_folder, tmp_path):
+        for kind in ("foregrounds", "backgrounds"):
+            (tmp_path / kind).mkdir()
+            (tmp_path / kind / "all").symlink_to(source_folder / kind)
+        with pytest.raises(DatasetError, match="'foreground': 0, .*Links to folders are not followed"):
+            open_sources(tmp_path)
+
+    def test_second_names_inside_a_package_stay_out(self, tmp_path):
+        package, inner = next(iter(sources.FOREGROUND_PACKAGES.items()))
+        folder = tmp_path / package / inner
+        folder.mkdir(parents=True)
+        (tmp_path / "backgrounds").mkdir()
+        Image.fromarray(cut_out(0)).save(folder / "thing.png")
+        (folder / "a-second-name.png").symlink_to("thing.png")
+        assert [Path(name).name for _, name in sources.list_candidates(tmp_path)] == ["thing.png"]
+
+
 def test_a_changed_folder_is_scanned_again(tmp_path):
     root = write_folder(tmp_path / "one", foregrounds=3, backgrounds=3)
     open_sources(root)

@@ -35,6 +35,7 @@ def test_size_grows_at_its_share_of_the_steps():
 def test_a_recipe_is_told_apart_by_everything_in_it():
     assert recipe_record(RECIPE) == recipe_record(dataclasses.replace(RECIPE))
     others = {"sizes": ((0.0, (64, 64)),), "weights": LossWeights(iou=2), "dropout": 0.0, "drop_path": 0.0}
+    others["max_attention_logit"] = 30.0
     for field in dataclasses.fields(Recipe):
         value = others.get(field.name)
         changed = (

@@ -60,6 +60,25 @@ def test_a_run_that_failed_goes_on_from_its_last_checkpoint(run, whole, tmp_path
     assert names == ["checkpoint.pt", "tensorboard", "train.csv", "validation.csv"]
 
 
+def test_a_step_is_kept_before_it_is_scored_and_a_missed_score_is_made_up_for(run, whole, tmp_path):
+    folder, expected = whole
+
+    calls = []
+
+    def fails_at_4(network):
+        calls.append(network)
+        return weight_of(network) if len(calls) < 2 else killed()
+
+    with pytest.raises(KilledError):
+        run("scored", validate=fails_at_4, validate_every=2)
+    assert kept(tmp_path / "scored")["step"] == 4
+    assert [row["step"] for row in rows(tmp_path / "scored", "validation")] == ["2"]
+    again = run("scored", validate=weight_of, validate_every=2)
+    assert equal(again.state_dict(), expected.state_dict())
+    assert logs(tmp_path / "scored") == logs(folder)
+    assert [step for step, _ in events(tmp_path / "scored", "validation", "weight")] == [2, 4, 6]
+
+
 @pytest.mark.parametrize(("number", "made"), [(signal.SIGKILL, 3), (signal.SIGTERM, 5)])
 def test_a_process_that_was_killed_goes_on_to_the_same_numbers(whole, tiny_config, tmp_path, number, made):
     """After SIGKILL from the last checkpoint, of step 3; SIGTERM waits until the step is made and kept."""

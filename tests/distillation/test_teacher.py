@@ -117,7 +117,7 @@ def trains(monkeypatch):
 def test_the_command_leaves_weights_that_load_and_say_where_they_come_from(tmp_path, trains):
     assert teacher.main(["sources", str(tmp_path), "--steps", "9", "--seed", "3", "--precision", "no"]) == 0
     (asked,) = trains
-    assert (asked["network"].config, asked["out_dir"]) == (MICRO, str(tmp_path))
+    assert (asked["network"].config, asked["out_dir"]) == (MICRO, tmp_path)
     assert (asked["recipe"].steps, asked["recipe"].seed, asked["recipe"].dropout) == (9, 3, 0.0)
     asked["scenes_at"]((64, 64))
     assert Halves.asked[-1]["split"] == "train" and Halves.asked[-1]["sources"].folder == "sources"
@@ -161,6 +161,80 @@ def test_a_run_can_go_on_from_the_average_of_a_checkpoint(tmp_path):
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"a": torch.zeros(2)}, "is a dict without averaged weights; give the checkpoint.pt of a run of the micro"),
+        ({"average": {"a": torch.zeros(2)}}, "averages other weights than this network has; give the checkpoint.pt"),
+        ({"average": None}, "averages other weights than this network has; give the checkpoint.pt"),
+        ([1], "is a list without averaged weights; give the checkpoint.pt of a run of the micro network"),
+        (b"junk", "cannot be read as a checkpoint ("),
+    ],
+)
+def test_a_checkpoint_of_something_else_is_no_start_and_need_not_go(tmp_path, trains, capsys, content, words):
+    path = tmp_path / CHECKPOINT
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    assert teacher.main(["sources", str(tmp_path / "out"), "--start", str(path), "--precision", "no"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"{path} {words}") and err.count("\n") == 1 and not trains
+    assert "remove" not in err and "or weights (.safetensors)." in err
+
+
+def test_a_run_goes_on_only_with_what_it_began_with(tmp_path, monkeypatch, capsys):
+    recipe = dataclasses.replace(teacher.RECIPE, batch=2, sizes=((0.0, (32, 32)),))
+    monkeypatch.setattr(teacher, "RECIPE", recipe)
+    monkeypatch.setattr(teacher, "ComposedScenes", ComposedScenes)
+    monkeypatch.setattr(teacher, "open_sources", lambda name: drawn_sources(pictures=5, side_px=48, seed=len(name)))
+    monkeypatch.setattr(teacher, "validation_scores", lambda model, bank: {"mae": 0.0})
+    whole, out = teacher.train, tmp_path / "out"
+    monkeypatch.setattr(teacher, "train", lambda *given, **named: whole(*given, stop_after=1, **named))
+    arguments = ["--steps", "2", "--workers", "0", "--precision", "no"]
+    assert teacher.main(["a", str(out), *arguments]) == 0
+    monkeypatch.setattr(teacher, "train", whole)
+    before = (out / CHECKPOINT).read_bytes()
+    assert teacher.main(["other", str(out), *arguments]) == 1
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert "checkpoint.pt was made with sources 5 foregrounds" in err and ", now 5 foregrounds" in err
+    start = out / "teacher.safetensors"
+    assert teacher.main(["a", str(out), *arguments, "--start", str(start)]) == 1
+    assert "checkpoint.pt was made with start random, now weights sha256 " in capsys.readouterr().err.splitlines()[-1]
+    assert (out / CHECKPOINT).read_bytes() == before
+    saved = torch.load(out / CHECKPOINT, weights_only=True)
+    assert saved.pop("made_from").keys() == {"start", "sources"}
+    torch.save(saved, out / CHECKPOINT)  # as versions before this one wrote it
+    assert teacher.main(["a", str(out), *arguments]) == 0
+
+
+def test_the_start_is_named_as_it_was_before_the_training(tmp_path, trains, monkeypatch):
+    assert teacher.main(["sources", str(tmp_path / "a"), "--precision", "no"]) == 0
+    start, trained = tmp_path / "a" / "teacher.safetensors", teacher.train
+    expected = f"weights sha256 {Manifest.beside(start).files[start.name]}"
+
+    def train(*given, **named):
+        start.unlink()
+        return trained(*given, **named)
+
+    monkeypatch.setattr(teacher, "train", train)
+    assert teacher.main(["sources", str(tmp_path / "b"), "--precision", "no", "--start", str(start)]) == 0
+    assert trains[-1]["made_from"]["start"] == expected
+    assert Manifest.beside(tmp_path / "b" / "teacher.safetensors").made_from["start"] == expected
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_an_empty_split_is_refused_before_training(tmp_path, trains, monkeypatch, capsys, split):
+    bank = drawn_sources(pictures=5, side_px=48)
+    sources = tuple(s for s in bank.index.sources if s.split != split)
+    pixels = tuple(p for s, p in zip(bank.index.sources, bank.pixels, strict=True) if s.split != split)
+    without = dataclasses.replace(bank, index=dataclasses.replace(bank.index, sources=sources), pixels=pixels)
+    monkeypatch.setattr(teacher, "open_sources", lambda folder: without)
+    monkeypatch.setattr(teacher, "ComposedScenes", ComposedScenes)
+    assert teacher.main(["sources", str(tmp_path), "--precision", "no"]) == 1
+    assert capsys.readouterr().err.startswith(f"The {split} split has no foreground") and not trains
+
+
 def test_sizes_are_read_as_shares_and_pixels():
     given = teacher.parse_arguments(["a", "b", "--sizes", "0:96", "0.5:192"])
     assert given.sizes == [(0.0, (96, 96)), (0.5, (192, 192))]
@@ -178,6 +252,7 @@ def test_the_first_weights_are_those_of_the_seed():
     [
         (["--steps", "0"], "A recipe cannot have steps 0; 1 is the least."),
         (["--rate", "-1"], "A recipe cannot have learning_rate -1.0; it is a number above 0."),
+        (["--sizes", "0:96", "nan:128"], "A recipe cannot have sizes from the shares [0.0, nan] of the steps on"),
         (["--start", "nowhere.safetensors"], "No weights at nowhere.safetensors; give a .safetensors"),
         (["--precision", "no"], "Precision no was asked for, and accelerate refuses it here: AcceleratorState has"),
     ],
@@ -191,7 +266,15 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path, trains, capsys, argumen
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--threads", "0"], ["--workers", "-1"], ["--steps", "many"], ["--precision", "8"]]
+    "arguments",
+    [
+        ["--threads", "0"],
+        ["--workers", "-1"],
+        ["--steps", "many"],
+        ["--precision", "8"],
+        ["--seed", "-1"],
+        ["--seed", str(2**70)],
+    ],
 )
 def test_an_argument_that_is_no_such_number_is_a_usage_error(tmp_path, capsys, arguments):
     with pytest.raises(SystemExit) as exit:
@@ -204,11 +287,12 @@ def test_missing_sources_and_a_folder_that_is_a_file_are_refused_in_one_line(tmp
     assert teacher.main([str(tmp_path / "none"), str(tmp_path / "out")]) == 1
     err = capsys.readouterr().err
     assert str(tmp_path / "none") in err and err.count("\n") == 1
-    monkeypatch.setattr(teacher, "open_sources", lambda folder: SimpleNamespace(index=Index()))
+    monkeypatch.setattr(teacher, "open_sources", lambda folder: pytest.fail("the sources were read"))
+    (tmp_path / "out").rmdir()
     (tmp_path / "out").write_text("")
     assert teacher.main(["sources", str(tmp_path / "out"), "--precision", "no"]) == 1
     err = capsys.readouterr().err
-    assert str(tmp_path / "out") in err and err.count("\n") == 1
+    assert err.startswith(f"Asked to write in {tmp_path / 'out'}, which cannot be") and err.count("\n") == 1
 
 
 def test_the_folder_of_another_recipe_is_refused_in_one_line(tmp_path, capsys, monkeypatch):

@@ -150,6 +150,16 @@ def test_a_mask_of_another_size_or_a_broken_one_is_refused_by_name(tmp_path):
         evaluate(folder, data)
 
 
+def test_a_mask_that_cannot_be_opened_is_refused_by_name(tmp_path, out):
+    data = scenes(3)
+    folder = write_masks(tmp_path / "masks", data)
+    mask = folder / f"{data.name(1)}.png"
+    mask.unlink()
+    mask.symlink_to(tmp_path / "gone.png")
+    with pytest.raises(LumenError, match="000001.png"):
+        evaluate(folder, data, out=out)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
@@ -159,6 +169,15 @@ def test_a_mask_of_another_size_or_a_broken_one_is_refused_by_name(tmp_path):
         ({"dataset": Listed([disc("a"), disc("b"), disc("a")])}, DatasetError, "1 names .* several images .first: a"),
         ({"size": SIZE, "workers": -1}, LumenError, "workers=-1 was asked for"),
         ({"size": SIZE, "workers": 1.5}, LumenError, "workers=1.5 was asked for"),
+        ({"size": SIZE, "workers": "2"}, LumenError, "workers='2' was asked for; give a number of processes"),
+        ({"size": 32}, LumenError, r"size=32 was asked for; give \(H, W\) in pixels"),
+        ({"size": (32, 0)}, LumenError, r"size=\(32, 0\) was asked for; give \(H, W\) in pixels"),
+        (
+            {"dataset": [1, 2]},
+            DatasetError,
+            r"A list was given .* no name\(\), sample\(\), identity\(\); a data set",
+        ),
+        ({"dataset": None}, DatasetError, r"A NoneType was given .* which has no __len__\(\), name\(\)"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused_at_once(arguments, error, words):

@@ -181,12 +181,48 @@ def test_a_line_that_was_cut_is_scored_again(log, out, undisturbed, cut_bytes):
     assert len(calls_by(log)) - before == LOOKS + LENGTH - (4 - 1 + 2)
 
 
+def with_checksum(text):
+    return b"%08x %s" % (zlib.crc32(text.rstrip(b"\n")), text)
+
+
+@pytest.mark.parametrize("name", ["mae", "thin"])
+def test_one_changed_character_is_scored_again(log, out, undisturbed, name):
+    partial = interrupted(log, out, after=4)
+    rows = partial.read_bytes()
+    first_row = rows.index(b"\n") + 1  # the head is told apart by what it says
+    at = rows.index(f'"{name}":'.encode(), first_row)
+    at += len(name) + 5 if name == "mae" else 2  # a digit, or a letter of an attribute's name
+    partial.write_bytes(rows[:at] + (b"7" if rows[at : at + 1] != b"7" else b"3") + rows[at + 1 :])
+    before = len(calls_by(log))
+    assert run(Logged(log), out) == undisturbed
+    assert len(calls_by(log)) - before == LOOKS + LENGTH - 3
+
+
+@pytest.mark.parametrize(
+    ("said", "instead"),
+    [
+        (b'"index":1', b'"index":[1]'),
+        (b"test/5/000001", b"test/5/000007"),
+        (b'"thin":', b'"thick":'),
+    ],
+)
+def test_a_row_of_no_image_or_with_other_attributes_is_scored_again(log, out, undisturbed, said, instead):
+    partial = interrupted(log, out, after=4)
+    lines = partial.read_bytes().splitlines(keepends=True)
+    assert said in lines[2]
+    lines[2] = with_checksum(lines[2][9:].replace(said, instead, 1))
+    partial.write_bytes(b"".join(lines))
+    before = len(calls_by(log))
+    assert run(Logged(log), out) == undisturbed
+    assert len(calls_by(log)) - before == LOOKS + LENGTH - 3
+
+
 def test_a_damaged_line_is_scored_again(log, out, undisturbed):
     partial = interrupted(log, out, after=4)
     lines = partial.read_bytes().splitlines(keepends=True)
-    curves = json.loads(lines[2])["scores"]["curves"].encode()
+    curves = json.loads(lines[2][9:])["scores"]["curves"].encode()
     short = base64.b64encode(zlib.compress(zlib.decompress(base64.b64decode(curves))[:-8]))
-    lines[1], lines[2] = b"\0" * 40 + b"\n", lines[2].replace(curves, short)
+    lines[1], lines[2] = b"\0" * 40 + b"\n", with_checksum(lines[2][9:].replace(curves, short))
     partial.write_bytes(b"".join(lines))
     before = len(calls_by(log))
     assert run(Logged(log), out) == undisturbed

@@ -311,6 +311,22 @@ class TestRefusals:
         with pytest.raises(MetricError, match=sentence):
             score_mask(prediction, matte)
 
+    @pytest.mark.parametrize(
+        "unread",
+        [
+            torch.zeros(H, W, requires_grad=True),
+            torch.zeros(H, W, dtype=torch.bfloat16),
+            torch.zeros(H, W, device="meta"),
+            [[0.0, 1.0], [0.0]],
+        ],
+        ids=["with a gradient", "bfloat16", "without values", "ragged"],
+    )
+    def test_what_is_no_array_is_refused_on_either_side(self, unread):
+        with pytest.raises(MetricError, match="prediction cannot be read as an array .*; pass a NumPy array"):
+            score_mask(unread, BAR)
+        with pytest.raises(MetricError, match="matte cannot be read as an array"):
+            score_mask(BAR, unread)
+
     def test_rounding_and_other_floats_are_taken(self):
         matte = mattes()["disc"]
         prediction = predicted(matte)

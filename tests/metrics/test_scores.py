@@ -177,6 +177,24 @@ class TestRefusals:
         with pytest.raises(MetricError, match=f"{name} and disc know different attributes"):
             summarise([images[0], (name, attributes, score)])
 
+    @pytest.mark.parametrize("holds", ["False", None, 1, 0.0, math.nan, np.array([True])])
+    def test_an_attribute_that_is_neither_true_nor_false(self, images, holds):
+        with pytest.raises(MetricError, match="one has the attribute 'thin' as .*say True or False"):
+            summarise([("one", {"thin": holds}, images[0][2])])
+
+    def test_numpy_s_true_and_false_are_taken(self, images):
+        scores = summarise([("one", {"thin": np.bool_(False), "large": np.bool_(True)}, images[0][2])])
+        assert scores.images[0].attributes == {"thin": False, "large": True}
+
+    def test_images_that_are_given_in_another_shape(self, images):
+        score = images[0][2]
+        for image in (("one", score), ("one", {}, None), "one"):
+            with pytest.raises(MetricError, match="given as .name, attributes, what score_mask gave"):
+                summarise([image])
+        for image in (("one", ["thin"], score), ("one", None, score), (1, {}, score)):
+            with pytest.raises(MetricError, match="a name and a dict of attributes"):
+                summarise([image])
+
     def test_an_attribute_named_like_the_line_of_all_images(self, images):
         with pytest.raises(MetricError, match='"all" stands for every image'):
             summarise([("one", {"all": True}, images[0][2])])
@@ -200,6 +218,42 @@ class TestRecord:
         values["images"][2]["values"]["stretched"]["new_measure"] = 1.0
         (tmp_path / "scores.json").write_text(json.dumps(values))
         with pytest.raises(ArtifactError, match="differ in new_measure"):
+            Scores.load(tmp_path / "scores.json")
+
+    @pytest.mark.parametrize(
+        ("place", "value"),
+        [
+            (("images",), []),
+            (("images", 0, "name"), None),
+            (("images", 0, "attributes"), {"thin": True}),
+            (("images", 0, "attributes", "thin"), "False"),
+            (("images", 0, "values", "raw", "iou"), "x"),
+            (("images", 0, "values", "raw", "iou"), math.nan),
+            (("images", 0, "values", "raw"), None),
+            (("images", 0, "grey_share"), None),
+            (("attributes",), None),
+            (("attributes",), [3]),
+            (("best",), {}),
+            (("best", "raw"), {"all": {"e_max": 1, "f_max": 1}}),
+            (("best", "stretched", "thin"), {"e_max": 1}),
+            (("best", "raw", "all", "e_max"), [1, 2]),
+            (("reliability", "pixels"), [1, 2]),
+            (("reliability", "pixels", 3), None),
+        ],
+    )
+    def test_a_damaged_file_is_refused(self, scores, tmp_path, place, value):
+        values = json.loads(scores.save(tmp_path / "scores.json").read_text())
+        within = values
+        for key in place[:-1]:
+            within = within[key]
+        within[place[-1]] = value
+        (tmp_path / "scores.json").write_text(json.dumps(values))
+        with pytest.raises(ArtifactError, match="again"):
+            Scores.load(tmp_path / "scores.json")
+
+    def test_a_file_nested_without_end_is_refused(self, tmp_path):
+        (tmp_path / "scores.json").write_text("[" * 100_000)
+        with pytest.raises(ArtifactError, match="Cannot read .*scores.json as a saved Scores"):
             Scores.load(tmp_path / "scores.json")
 
     def test_rows_are_two_lines_an_image(self, scores):

@@ -371,3 +371,14 @@ def test_shipped_weights_that_do_not_fit_their_manifest_are_refused(shipped, har
 def test_a_preset_without_trained_weights_says_so(tiny_config):
     with pytest.raises(CheckpointError, match="No trained weights are known for 'tiny' here; pass weights=path"):
         load_network(tiny_config)
+
+
+def test_a_tensor_that_half_precision_cannot_hold_stays_whole(tmp_path, tiny_config):
+    torch.manual_seed(0)
+    model = BiRefNet(tiny_config)
+    norm = next(module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d))
+    norm.running_var[0] = 1e6
+    found = read_weights(save_weights(model, tmp_path / "teacher.safetensors", made_from={}, half=True))
+    name = next(name for name, value in model.state_dict().items() if value is norm.running_var or "running_var" in name)
+    assert float(found[name].max()) == 1e6
+    assert all(value.isfinite().all() for value in found.values())
