@@ -28,7 +28,9 @@ def contact_sheet(
         raise ImageError("The tiles of a contact sheet have the same names; these differ.")
     names = list(tiles[0])
     rows = -(-len(tiles) // columns)
-    sheet = new_sheet(columns * len(names) * TILE_IN, rows * (TILE_IN + 0.2 * bool(captions)) + 0.3)
+    tallest = max(np.shape(picture)[0] / np.shape(picture)[1] for tile in tiles for picture in tile.values())
+    height_in = TILE_IN * tallest + 0.2 * bool(captions)
+    sheet = new_sheet(columns * len(names) * TILE_IN, rows * height_in + 0.3)
     grid = sheet.subplots(rows, columns * len(names), squeeze=False)
     for axes in grid.flat:
         axes.axis("off")
