@@ -6,7 +6,8 @@ makes up for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,37 @@ GATES = {
 }
 ALIVE = (0.1, 0.9)
 """A gate is alive while its mean over pictures and pixels is within these."""
+KEPT_WITHIN = (0.2, 0.8)
+"""Where ``gate_loss`` keeps the mean of a batch: well inside, since pictures differ from batches."""
+
+
+@contextmanager
+def gate_maps(network: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """While the block runs: gate → its map (N, 1, h, w) of the last forward pass, in float32 and with its gradient."""
+    maps: dict[str, Tensor] = {}
+    handles = []
+    try:
+        for name, path in GATES.items():
+            gate = network.get_submodule(path)
+            handles.append(gate.register_forward_hook(_recorder(name, maps)))
+        yield maps
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _recorder(name: str, maps: dict[str, Tensor]):
+    def record(module: nn.Module, inputs: tuple, logits: Tensor) -> None:
+        maps[name] = torch.sigmoid(logits.float())
+
+    return record
+
+
+def gate_loss(maps: Mapping[str, Tensor]) -> Tensor:
+    """How far the gates' means over a batch lie outside ``KEPT_WITHIN``: Σ over gates of the squared distance."""
+    low, high = KEPT_WITHIN
+    means = torch.stack([gate.mean() for gate in maps.values()])
+    return (torch.relu(low - means).square() + torch.relu(means - high).square()).sum()
 
 
 def gate_rows(network: nn.Module, images: Iterable[Tensor]) -> list[dict[str, object]]:

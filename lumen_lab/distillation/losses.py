@@ -23,6 +23,7 @@ class LossWeights:
     ssim: float = 0.5
     mae: float = 1.0
     gradient: float = 0.5
+    gate: float = 0.0  # of lumen_lab.distillation.gates.gate_loss
 
 
 def soft_iou_loss(probability: Tensor, mask: Tensor) -> Tensor:

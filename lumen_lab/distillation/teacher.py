@@ -26,6 +26,7 @@ from torch import nn
 from lumen_lab.datasets.scenes import ComposedScenes
 from lumen_lab.datasets.sources import SourceBank, open_sources
 from lumen_lab.distillation.checkpoint import read_checkpoint
+from lumen_lab.distillation.losses import LossWeights
 from lumen_lab.distillation.recipe import Recipe, recipe_record
 from lumen_lab.distillation.training import CHECKPOINT, averaged_network, best_precision, train
 from lumen_lab.errors import CheckpointError, LumenError
@@ -38,14 +39,15 @@ from lumen_lab.specs import file_sha256, writable_folder
 MOST_SEED = 2**32 - 1  # torch takes 64 bits, and every step and process has a seed of its own
 VALIDATED = ("s_measure", "weighted_f", "mae", "thin_recall")
 RECIPE = Recipe(
-    steps=9000,
-    learning_rate=2e-3,
+    steps=20_000,
+    learning_rate=3e-3,
     encoder_rate=0.3,
     weight_decay=0.05,
-    sizes=((0.0, (96, 96)), (0.4, (128, 128)), (0.8, MICRO.image_size)),
+    sizes=((0.0, (96, 96)), (0.35, (128, 128)), (0.8, MICRO.image_size)),
     dropout=0.0,
     drop_path=0.0,
     max_attention_logit=30.0,
+    weights=LossWeights(gate=20.0),
 )
 
 

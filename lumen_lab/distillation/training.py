@@ -27,6 +27,7 @@ from tqdm.auto import tqdm
 
 from lumen_lab.distillation.attention_limit import largest_logits, limit_logits
 from lumen_lab.distillation.checkpoint import TrainingState, load_state, save_state
+from lumen_lab.distillation.gates import gate_loss, gate_maps
 from lumen_lab.distillation.losses import supervised_loss
 from lumen_lab.distillation.recipe import Recipe, recipe_record
 from lumen_lab.distillation.run_log import RunLog
@@ -302,7 +303,11 @@ def one_step(model, optimizer, scene, recipe: Recipe, step: int, accelerator: Ac
     for group in optimizer.param_groups:
         group["lr"] = recipe.rate_at(step) * group["rate_scale"]
     image, matte = (scene[name].to(accelerator.device) for name in ("image", "matte"))
-    terms = supervised_loss(model(image), image, matte, recipe.weights)
+    with gate_maps(accelerator.unwrap_model(model)) if recipe.weights.gate else nullcontext() as gates:
+        outputs = model(image)
+    terms = supervised_loss(outputs, image, matte, recipe.weights)
+    if gates:
+        terms["gate"] = recipe.weights.gate * gate_loss(gates)
     loss = sum(terms.values())
     optimizer.zero_grad(set_to_none=True)
     accelerator.backward(loss)

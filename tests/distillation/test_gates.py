@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lumen_lab.distillation.gates import GATES, gate_rows
+from lumen_lab.distillation.gates import GATES, gate_loss, gate_maps, gate_rows
 from lumen_lab.errors import LumenError
 from lumen_lab.network import BiRefNet
 
@@ -57,3 +57,22 @@ def test_a_network_in_training_and_no_images_are_refused(network, images):
         gate_rows(network, [])
     with pytest.raises(LumenError, match="found training=True"):
         gate_rows(network.train(), images)
+
+
+def test_the_loss_by_hand():
+    """Means .05 and .9 are .15 and .1 outside .2 … .8; one of .5 costs nothing."""
+    maps = {name: torch.full((2, 1, 3, 4), mean, dtype=torch.float64) for name, mean in zip(GATES, (0.05, 0.5, 0.9))}
+    assert float(gate_loss(maps)) == pytest.approx(0.15**2 + 0.1**2)
+    assert float(gate_loss({"deep": maps["middle"]})) == 0
+
+
+def test_the_loss_draws_an_open_gate_back_and_leaves_the_alive_ones(network, images):
+    fixed(network, GATES["deep"], 4.0)
+    for path in (GATES["middle"], GATES["shallow"]):
+        fixed(network, path, 0.0)
+    with gate_maps(network) as maps:
+        network(torch.stack(images))
+    gate_loss(maps).backward()
+    gradients = [float(network.get_submodule(path)[0].bias.grad or 0) for path in GATES.values()]
+    assert gradients[0] > 0 and gradients[1:] == [0.0, 0.0]
+    assert not any(module._forward_hooks for module in network.modules())

@@ -10,6 +10,8 @@ import torch
 
 from lumen_lab.distillation import training
 from lumen_lab.distillation.attention_limit import largest_logits
+from lumen_lab.distillation.gates import GATES
+from lumen_lab.distillation.losses import LossWeights
 from lumen_lab.distillation.recipe import Recipe
 from lumen_lab.distillation.training import parameter_groups, step_seed, train, update_average
 from lumen_lab.errors import LumenError
@@ -210,3 +212,18 @@ def test_attention_logits_stay_within_the_recipes_limit(run, tiny_config, tmp_pa
         largest[name] = max(float(heads.max()) for heads in seen.values())
     assert largest["free"] > 1.5 * limit
     assert largest["limited"] <= 1.2 * limit  # seen in training mode, before the update that the look follows
+
+
+def test_a_gate_that_has_opened_is_drawn_back_where_the_recipe_says_so(tiny_config, tmp_path):
+    """Two runs from one network whose deep gate is open: the weight of the term decides, and only then is it logged."""
+    open_gate = new_network(tiny_config)
+    with torch.no_grad():
+        open_gate.get_submodule(GATES["deep"])[0].bias.fill_(4.0)
+    moved = {}
+    for name, weight in (("free", 0.0), ("held", 1000.0)):
+        recipe = dataclasses.replace(RECIPE, steps=3, ema_decay=0.0, weights=LossWeights(gate=weight))
+        trained = train(open_gate, Ellipses, recipe, tmp_path / name, workers=0, log_every=1)
+        moved[name] = 4.0 - float(trained.get_submodule(GATES["deep"])[0].bias)
+        assert ("gate" in rows(tmp_path / name)[0]) == bool(weight)
+    assert moved["held"] > 0
+    assert moved["held"] > moved["free"]
