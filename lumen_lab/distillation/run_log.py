@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -75,8 +76,20 @@ class RunLog:
         if kind not in self._writers:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writers[kind] = SummaryWriter(self.folder / "tensorboard" / kind, purge_step=self.begins[kind])
+            folder = self.folder / "tensorboard" / kind
+            await_later_name(folder)
+            self._writers[kind] = SummaryWriter(folder, purge_step=self.begins[kind])
         return self._writers[kind]
+
+
+def await_later_name(folder: Path) -> None:
+    """Wait while an event file of this second is there, at most a second.
+
+    Event files are named after the second they were begun in, and read in the order of their names: of two with one
+    second the process number would decide, and the steps of the later one be forgotten instead of the earlier one's.
+    """
+    while any(path.name.split(".")[3] == f"{int(time.time()):010d}" for path in folder.glob("events.out.tfevents.*")):
+        time.sleep(0.02)
 
 
 def keep_before(path: Path, step: int) -> None:

@@ -25,11 +25,12 @@ def tokens():
 
 def test_head_logits_are_those_of_the_softmax(attention, tokens):
     """Against a hand-made loop over heads."""
-    qkv = tokens @ attention.qkv.weight.T + attention.qkv.bias
+    qkv = (tokens @ attention.qkv.weight.T + attention.qkv.bias).detach()
+    found = head_logits(attention, tokens).detach()
     for head in range(2):
         query, key = qkv[..., 4 * head : 4 * head + 4], qkv[..., 8 + 4 * head : 12 + 4 * head]
         logits = torch.einsum("wqc,wkc->wqk", query, key) / 2  # √4
-        assert float(head_logits(attention, tokens)[head]) == pytest.approx(float(logits.abs().max()), rel=1e-5)
+        assert float(found[head]) == pytest.approx(float(logits.abs().max()), rel=1e-5)
 
 
 def test_a_head_past_the_limit_comes_back_to_it_and_the_other_is_left(attention, tokens):

@@ -93,3 +93,16 @@ def test_other_values_than_the_file_began_with_are_refused(tmp_path, opened):
     with pytest.raises(LumenError, match="validation.csv began with mae, and mae, iou came at a later step"):
         opened(validation=2).add("validation", 2, {"mae": 0.5, "iou": 1.0})
     assert (tmp_path / "validation.csv").read_text() == "step,mae\n1,0.5\n"
+
+
+def test_a_log_that_is_opened_again_in_the_same_second_is_still_read_last(tmp_path, opened, monkeypatch):
+    """Event files of one second are read in the order of their process numbers: here the later one has the lower."""
+    monkeypatch.setattr("os.getpid", lambda: 99)
+    log = opened(train=0)
+    for step in range(3):
+        log.add("train", step, {"bce": 0.0})
+    log.close()
+    monkeypatch.setattr("os.getpid", lambda: 11)
+    opened(train=2).add("train", 2, {"bce": 1.0})
+    opened(train=2).close()
+    assert events(tmp_path, "train", "bce") == [(0, 0.0), (1, 0.0), (2, 1.0)]

@@ -223,7 +223,7 @@ def test_a_gate_that_has_opened_is_drawn_back_where_the_recipe_says_so(tiny_conf
     for name, weight in (("free", 0.0), ("held", 1000.0)):
         recipe = dataclasses.replace(RECIPE, steps=3, ema_decay=0.0, weights=LossWeights(gate=weight))
         trained = train(open_gate, Ellipses, recipe, tmp_path / name, workers=0, log_every=1)
-        moved[name] = 4.0 - float(trained.get_submodule(GATES["deep"])[0].bias)
+        moved[name] = 4.0 - float(trained.get_submodule(GATES["deep"])[0].bias.detach())
         assert ("gate" in rows(tmp_path / name)[0]) == bool(weight)
     assert moved["held"] > 0
     assert moved["held"] > moved["free"]
