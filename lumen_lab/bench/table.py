@@ -18,9 +18,10 @@ from lumen_lab.metrics import METRICS, READINGS, Scores
 from lumen_lab.prediction import Predictor
 from lumen_lab.specs import Record, html_table, tool_versions
 
-SHARE_TOLERANCE = 2e-3
-"""How far a mean of shares in [0, 1] may move with the processor and still match (docs/measurements.md)."""
-RELATIVE_TOLERANCE = 2e-2
+SHARE_TOLERANCE = 5e-4
+"""How far a mean of shares in [0, 1] may move and still match: a processor without AVX-512 moves none by 1e-7, and one
+scene of 300 that a rounding turns over may move S-measure by half of this (docs/measurements.md)."""
+RELATIVE_TOLERANCE = 5e-3
 """The same for metrics in pixels or points, relative to the recorded value."""
 LEAST_IMAGES = 10
 """A mean over fewer images is shown and not compared: one rounding can turn over one image of three."""
