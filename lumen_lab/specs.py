@@ -94,6 +94,11 @@ def file_sha256(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def files_sha256(paths: Iterable[str | Path]) -> str:
+    """Hexadecimal SHA-256 of the bytes of several files, one after the other."""
+    return hashlib.sha256(b"".join(Path(path).read_bytes() for path in paths)).hexdigest()
+
+
 def html_table(rows: Iterable[Mapping[str, object]], *, caption: str = "", limit: int | None = None) -> str:
     """An HTML table of ``rows`` (dicts with the same keys); every cell is escaped, long tables end with a count."""
     rows = list(rows)
@@ -176,6 +181,8 @@ class Record:
             values = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
             raise ArtifactError(f"Cannot read {path} as a saved {cls.__name__}: {error}.") from None
+        except RecursionError:
+            raise ArtifactError(f"Cannot read {path} as a saved {cls.__name__}: it is nested too deep.") from None
         if not isinstance(values, dict) or values.get("record", cls.__name__) != cls.__name__:
             found = values["record"] if isinstance(values, dict) else f"a {type(values).__name__}"
             raise ArtifactError(f"{path} should hold a saved {cls.__name__}, found {found}; make it again.")

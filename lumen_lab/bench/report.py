@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import html
-import io
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -101,6 +100,4 @@ def _sheet(predictor: Predictor, scenes: ComposedScenes, scores: Scores, indices
 
 
 def _picture(figure: Figure) -> str:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", facecolor="white")
-    return f"<p><img src='data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}'></p>"
+    return f"<p><img src='data:image/png;base64,{base64.b64encode(figure._repr_png_()).decode()}'></p>"

@@ -17,7 +17,7 @@ from lumen_lab.datasets.pairing import Pair, find_pairs
 from lumen_lab.datasets.sample import Sample
 from lumen_lab.errors import DatasetError
 from lumen_lab.images import load_image, load_mask, resize_image, resize_mask, to_network_input
-from lumen_lab.specs import file_sha256
+from lumen_lab.specs import file_sha256, files_sha256
 
 SAMPLE_CODE = (Path(__file__), Path(__file__).with_name("attributes.py"))
 
@@ -83,7 +83,7 @@ class PairedFolder(torch.utils.data.Dataset):
             "pairs": digest.hexdigest(),
             "orphans": str(len(self.listing.orphan_images) + len(self.listing.orphan_masks)),
             "from_alpha": str(self.from_alpha),
-            "sample code": hashlib.sha256(b"".join(path.read_bytes() for path in SAMPLE_CODE)).hexdigest(),
+            "sample code": files_sha256(SAMPLE_CODE),
         }
 
     def __getitem__(self, index: int) -> dict[str, object]:

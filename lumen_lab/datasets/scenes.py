@@ -18,6 +18,7 @@ from lumen_lab.datasets.attributes import ATTRIBUTES, matte_attributes
 from lumen_lab.datasets.sample import Sample
 from lumen_lab.datasets.sources import SourceBank, open_sources
 from lumen_lab.images import IMAGENET_MEAN, IMAGENET_STD
+from lumen_lab.specs import files_sha256
 
 SCENE_CODE = tuple(
     Path(__file__).with_name(f"{name}.py") for name in ("attributes", "compose", "drawn", "scenes", "thin")
@@ -119,7 +120,7 @@ class ComposedScenes(torch.utils.data.Dataset):
             "seed": str(self.seed),
             "mixture": json.dumps(self.mixture),
             "sources": self.sources_sha256(),
-            "scene code": hashlib.sha256(b"".join(path.read_bytes() for path in SCENE_CODE)).hexdigest(),
+            "scene code": files_sha256(SCENE_CODE),
         }
 
     def sources_sha256(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from lumen_lab.deploy.model_file import tensor_specs
 from lumen_lab.errors import ArtifactError, ExportError
 from lumen_lab.network.checkpoints import model_name, weights_sha256
 from lumen_lab.rewrites.plan import inputs_for
-from lumen_lab.specs import Manifest, file_sha256, manifest_path, replacing, tool_versions
+from lumen_lab.specs import Manifest, file_sha256, files_sha256, manifest_path, replacing, tool_versions
 
 OPSET = 20  # the first with GELU as one operator, which the NPU takes whole; DeformConv needs 19
 TOOLS = ("torch", "torchvision", "onnx", "onnxscript")
@@ -76,7 +75,7 @@ def code_sha256() -> str:
     """A hash of the code that decides the graph: a changed rewrite must not be taken for the one of an old file."""
     package = Path(__file__).parents[1]
     sources = sorted([*package.glob("network/*.py"), *package.glob("rewrites/*.py"), Path(__file__)])
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    return files_sha256(sources)
 
 
 def fits(path: Path, origin: dict[str, str]) -> bool:

@@ -16,7 +16,7 @@ from lumen_lab.datasets.sample import Sample
 from lumen_lab.errors import ArtifactError, ImageError
 from lumen_lab.evaluation.task import MaskFolder, Task, image_named
 from lumen_lab.prediction import artifact_manifest
-from lumen_lab.specs import Manifest, file_sha256, plain, tool_versions
+from lumen_lab.specs import Manifest, file_sha256, files_sha256, plain, tool_versions
 
 TOOLS = (
     *("torch", "torchvision", "timm", "onnxruntime", "onnxruntime-qnn"),  # which predict
@@ -126,7 +126,7 @@ def _bytes(sample: Sample) -> tuple[bytes, bytes, bytes]:
 def _scoring_code() -> str:
     """A hash of the code from a file or logits to a score: a row made by other code must not meet these."""
     files = [Path(images.__file__), Path(prediction.__file__), *sorted(Path(metrics.__file__).parent.glob("*.py"))]
-    return _sha256(*(path.read_bytes() for path in files))
+    return files_sha256(files)
 
 
 def _sha256(*parts: bytes) -> str:

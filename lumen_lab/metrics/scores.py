@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -132,13 +131,6 @@ class Scores(Record):
         if damage:
             raise ArtifactError(f"The saved Scores are damaged ({damage}); score again.")
         return scores
-
-    @classmethod
-    def load(cls, path: str | Path):
-        try:
-            return super().load(path)
-        except RecursionError:
-            raise ArtifactError(f"Cannot read {path} as a saved {cls.__name__}: it is nested too deep.") from None
 
     def _repr_html_(self) -> str:
         tables = [html_table(self.summary(), caption=f"{len(self.images)} images")]
