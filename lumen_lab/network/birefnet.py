@@ -15,6 +15,17 @@ from lumen_lab.network.decoder import Decoder, DecoderBlock, SideOutputs, resize
 from lumen_lab.network.swin import SwinTransformer
 
 
+class InputPaths(nn.Module):
+    """What the encoder reads: (N, 3, H, W) -> the image, and its half (N, 3, H/2, W/2).
+
+    A module without parameters, so that a rewrite can give the encoder another size than the mask has.
+    """
+
+    def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
+        height, width = image.shape[-2:]
+        return image, resize(image, (height // 2, width // 2))
+
+
 class BiRefNet(nn.Module):
     """Normalised image (N, 3, H, W), H and W multiples of 32 -> mask logits (N, 1, H, W).
 
@@ -25,25 +36,25 @@ class BiRefNet(nn.Module):
         super().__init__()
         self.config = config
         channels = config.lateral_channels
+        self.input_paths = InputPaths()
         self.bb = SwinTransformer(config)
         self.squeeze_module = nn.Sequential(DecoderBlock(sum(channels), channels[3], config))
         self.decoder = Decoder(config)
 
-    def encode(self, image: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def encode(self, image: Tensor, half: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Maps at 1/4, 1/8, 1/16 and 1/32; the last carries the three others in front of it, resized."""
-        height, width = image.shape[-2:]
-        full = self.bb(image)
-        half = self.bb(resize(image, (height // 2, width // 2)))
         x1, x2, x3, x4 = (
-            torch.cat([large, resize(small, large.shape[-2:])], 1) for large, small in zip(full, half, strict=True)
+            torch.cat([large, resize(small, large.shape[-2:])], 1)
+            for large, small in zip(self.bb(image), self.bb(half), strict=True)
         )
         context = [resize(x, x4.shape[-2:]) for x in (x1, x2, x3)]
         return x1, x2, x3, torch.cat([*context, x4], 1)
 
     def forward(self, image: Tensor) -> Tensor | SideOutputs:
         check_size(image)
-        x1, x2, x3, x4 = self.encode(image)
-        return self.decoder(image, x1, x2, x3, self.squeeze_module(x4))
+        encoder_image, half = self.input_paths(image)
+        x1, x2, x3, x4 = self.encode(encoder_image, half)
+        return self.decoder(image, encoder_image, x1, x2, x3, self.squeeze_module(x4))
 
 
 def check_size(image: Tensor) -> None:

@@ -75,6 +75,18 @@ class TileBlock(nn.Module):
         return self.conv_out(self.conv1(self.tiles(image, size)))
 
 
+class FullResolutionTail(nn.Module):
+    """Features (N, C, h, w) and the image (N, 3, H, W) -> logits (N, 1, H, W).
+
+    ``image_branch`` and ``project`` belong to the decoder, where the published state dict has them; only the order of
+    the steps is here, so that a rewrite can replace it.
+    """
+
+    def forward(self, features: Tensor, image: Tensor, image_branch: nn.Module, project: nn.Module) -> Tensor:
+        size = image.shape[-2:]
+        return project(torch.cat([resize(features, size), image_branch(image, size)], 1))
+
+
 def gate_features(channels: int, width: int = 16) -> nn.Sequential:
     """conv3×3, BN, ReLU: what the gate and its gradient head read."""
     return nn.Sequential(nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True))
@@ -92,7 +104,11 @@ class SideOutputs(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """Encoder maps and the image -> one logit map at the image's size."""
+    """Encoder maps and the image -> one logit map at the image's size.
+
+    ``encoder_image`` is the image as the encoder saw it, which the tiles are cut from: (N, 3, 32·h4, 32·w4) for a
+    deepest map of (h4, w4).
+    """
 
     def __init__(self, config: BiRefNetConfig):
         super().__init__()
@@ -113,6 +129,7 @@ class Decoder(nn.Module):
             self.add_module(f"gdt_convs_pred_{level}", nn.Sequential(nn.Conv2d(16, 1, 1)))
             self.add_module(f"gdt_convs_attn_{level}", nn.Sequential(nn.Conv2d(16, 1, 1)))
         self.conv_out1 = nn.Sequential(nn.Conv2d(c1 // 2 + tile_outputs[1], 1, 1))
+        self.tail = FullResolutionTail()
 
     def part(self, name: str, level: int) -> nn.Module:
         """The module ``<name><level>``, as the published state dict numbers them."""
@@ -131,15 +148,17 @@ class Decoder(nn.Module):
             side.gradients.append(self.part("gdt_convs_pred_", level)(gate_input))
         return features * torch.sigmoid(self.part("gdt_convs_attn_", level)(gate_input))
 
-    def forward(self, image: Tensor, x1: Tensor, x2: Tensor, x3: Tensor, x4: Tensor) -> Tensor | SideOutputs:
+    def forward(
+        self, image: Tensor, encoder_image: Tensor, x1: Tensor, x2: Tensor, x3: Tensor, x4: Tensor
+    ) -> Tensor | SideOutputs:
         side = SideOutputs([], [])
         features = x4
         for level, lateral in ((4, x3), (3, x2), (2, x1)):
-            features = self.part("decoder_block", level)(self.with_tiles(features, image, level + 1))
+            features = self.part("decoder_block", level)(self.with_tiles(features, encoder_image, level + 1))
             features = self.gated(features, level, side)
             features = resize(features, lateral.shape[-2:]) + self.part("lateral_block", level)(lateral)
-        features = self.decoder_block1(self.with_tiles(features, image, 2))
-        logits = self.conv_out1(self.with_tiles(resize(features, image.shape[-2:]), image, 1))
+        features = self.decoder_block1(self.with_tiles(features, encoder_image, 2))
+        logits = self.tail(features, image, self.ipt_blk1, self.conv_out1)
         if self.training:
             return SideOutputs((*side.masks, logits), tuple(side.gradients))
         return logits

@@ -120,7 +120,7 @@ def _not_shifted(site: Site) -> str | None:
     return "this block does not shift its windows" if shift.shift == 0 else None
 
 
-CONVERT_WINDOW_PARTITION = Rewrite(
+CONVERT_WINDOW_PARTITION_TO_4D = Rewrite(
     name="convert_window_partition_to_4d",
     replaces=WindowPartition,
     built=_partition_4d,
@@ -130,16 +130,16 @@ CONVERT_WINDOW_PARTITION = Rewrite(
     source="one-operation graphs through onnxruntime-qnn 2.7.0 (QAIRT 2.51): lumen_lab.auditing.rules",
 )
 
-CONVERT_WINDOW_MERGE = Rewrite(
+CONVERT_WINDOW_MERGE_TO_4D = Rewrite(
     name="convert_window_merge_to_4d",
     replaces=WindowMerge,
     built=_merge_4d,
     claim=Exact(movement=True),
     because="the inverse of the partition, through rank 6 as well",
-    source=CONVERT_WINDOW_PARTITION.source,
+    source=CONVERT_WINDOW_PARTITION_TO_4D.source,
 )
 
-CONVERT_CYCLIC_SHIFT = Rewrite(
+CONVERT_CYCLIC_SHIFT_TO_PADDING = Rewrite(
     name="convert_cyclic_shift_to_padding",
     replaces=SwinBlock,
     built=_padded_shift,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -55,9 +55,21 @@ def check_sites(
             before(sample)
     verdicts = []
     for site in sites:
-        pairs = list(output_pairs(before.get_submodule(site), after.get_submodule(site), taps[site].inputs, None))
+        given = taps[site].inputs
+        if rule.edge_cases is None:
+            pairs = list(output_pairs(before.get_submodule(site), after.get_submodule(site), given, None))
+        else:
+            pairs = list(edge_pairs(before.get_submodule(site), rule, given))
         verdicts.append(judge(pairs, rule.claim, name=rule.name, site=site))
     return verdicts
+
+
+def edge_pairs(module: nn.Module, rule: Rewrite, given: Sequence[tuple]) -> Iterator[tuple[Tensor, Tensor]]:
+    """(reference, actual) outputs on cases of ``rule`` that reach the edges of its domain, made from real inputs."""
+    for inputs in given:
+        for case, case_inputs in rule.edge_cases(module, inputs):
+            done = rewrite(nn.Sequential(case), (rule,), example_inputs=case_inputs)
+            yield from output_pairs(case, done.model, [case_inputs], None)
 
 
 def whole_verdict(original: nn.Module, after: nn.Module, plan: Plan, samples: Sequence[Tensor]) -> Verdict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from lumen_lab.rewrites.record import Rewrite, Site, with_weights
+from lumen_lab.rewrites.record import Constraint, Rewrite, Site, with_weights
 from lumen_lab.specs import Exact
 
 
@@ -44,6 +44,6 @@ FOLD_BATCH_NORM = Rewrite(
     refused=_no_conv_before,
     claim=Exact(),
     because="one operator less a conv, and one set of weights for the quantiser to look at",
-    after=("decompose_deform_conv",),
+    after=(Constraint("decompose_deform_conv", "a deformable conv is no Conv2d that a norm could be folded into"),),
     source="torch.nn.utils.fusion; y = γ(Wx + b − μ)/√(σ² + ε) + β is itself a conv",
 )

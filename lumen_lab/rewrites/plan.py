@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lumen_lab.errors import RewriteError
-from lumen_lab.rewrites.attention import CONVERT_CYCLIC_SHIFT, CONVERT_WINDOW_MERGE, CONVERT_WINDOW_PARTITION
-from lumen_lab.rewrites.convolution import FOLD_BATCH_NORM
-from lumen_lab.rewrites.deform import DECOMPOSE_DEFORM_CONV
 from lumen_lab.rewrites.record import LogEntry, Rewrite, find_sites
-from lumen_lab.rewrites.resolution import CONVERT_IMAGE_TILES
 from lumen_lab.specs import Record
 
 Plan = tuple[Rewrite, ...]
-
-EXACT_PLAN: Plan = (
-    DECOMPOSE_DEFORM_CONV,
-    CONVERT_IMAGE_TILES,
-    CONVERT_CYCLIC_SHIFT,
-    CONVERT_WINDOW_PARTITION,
-    CONVERT_WINDOW_MERGE,
-    FOLD_BATCH_NORM,
-)
-"""Provably the same network: no training is needed after it."""
 
 
 @dataclass(frozen=True)
@@ -122,12 +109,20 @@ def common_parent(paths: list[str]) -> str:
 
 
 def check_order(plan: Plan) -> None:
-    """Raise ``RewriteError`` if a rewrite comes before one that it declares it must follow."""
+    """Raise ``RewriteError`` if a plan breaks a constraint that one of its rewrites declares, with the reason."""
     names = [rule.name for rule in plan]
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise RewriteError(f"Plan has {name} {count} times; one application reaches every site: keep one.")
     for position, rule in enumerate(plan):
-        late = [name for name in rule.after if name in names[position + 1 :]]
-        if late:
-            raise RewriteError(f"Plan asks for {rule.name} before {', '.join(late)}; it must come after: reorder them.")
+        for late in (c for c in rule.after if c.other in names[position + 1 :]):
+            raise RewriteError(
+                f"Plan asks for {rule.name} before {late.other}; it must come after ({late.because}): reorder them."
+            )
+        for rival in (c for c in rule.excludes if c.other in names):
+            raise RewriteError(
+                f"Plan has both {rule.name} and {rival.other}, which do not go together: {rival.because}; keep one."
+            )
 
 
 def inputs_for(model: nn.Module, example_inputs: tuple[Tensor, ...] | Tensor | None) -> tuple[Tensor, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -36,6 +36,14 @@ class Site:
 
 
 @dataclass(frozen=True)
+class Constraint:
+    """A relation to another rewrite, by its name, and why it holds."""
+
+    other: str
+    because: str
+
+
+@dataclass(frozen=True)
 class Rewrite:
     """One way to write part of a network differently.
 
@@ -44,6 +52,11 @@ class Rewrite:
     ``built(site)``: new modules by path; pure: weights are copied, nothing is changed in place.
     ``claim``: what it promises and how that is checked; ``because``: why the NPU (or its compiler) needs it;
     ``source``: where that is known from.
+    ``after``: rewrites that must have acted before it, where a plan has both; ``excludes``: rewrites that a plan may
+    not have beside it.
+    ``edge_cases(module, inputs)``: for a bounded claim, modules like the one replaced, and inputs for them, that reach
+    the edges of its domain; the claim is checked on them.
+    ``code``: the Python expression that makes this record; by default the constant named like it.
     """
 
     name: str
@@ -53,7 +66,15 @@ class Rewrite:
     because: str
     source: str
     refused: Callable[[Site], str | None] = lambda site: None
-    after: tuple[str, ...] = ()
+    after: tuple[Constraint, ...] = ()
+    excludes: tuple[Constraint, ...] = ()
+    edge_cases: Callable[[nn.Module, tuple], Iterable[tuple[nn.Module, tuple]]] | None = None
+    code: str = ""
+
+    @property
+    def expression(self) -> str:
+        """Python that makes this record: the name of a constant, or a call with its parameters."""
+        return self.code or self.name.upper()
 
 
 @dataclass(frozen=True)

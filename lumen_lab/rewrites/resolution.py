@@ -23,7 +23,7 @@ def _tiles_4d(site: Site) -> dict[str, nn.Module]:
     return {site.path: ImageTiles4d()}
 
 
-CONVERT_IMAGE_TILES = Rewrite(
+CONVERT_IMAGE_TILES_TO_4D = Rewrite(
     name="convert_image_tiles_to_4d",
     replaces=ImageTiles,
     built=_tiles_4d,

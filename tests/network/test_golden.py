@@ -44,7 +44,7 @@ def test_every_recorded_intermediate_agrees(lite, recorded):
     expected = recorded(96, 96)
     paths = [name for name in expected if name != "logits" and not name.startswith("encoder.")]
     with torch.no_grad(), tap(lite, paths) as taps:
-        maps = lite.encode(image(96, 96))
+        maps = lite.encode(*lite.input_paths(image(96, 96)))
         lite(image(96, 96))
     encoder = dict(zip(("x1", "x2", "x3", "x4_with_context"), maps, strict=True))
     differences = {f"encoder.{name}": worst(value, expected[f"encoder.{name}"]) for name, value in encoder.items()}

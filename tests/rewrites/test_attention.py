@@ -7,7 +7,7 @@ from torch import nn
 from lumen_lab.network.swin import MASKED, CyclicShift, SwinBlock, WindowMerge, WindowPartition
 from lumen_lab.rewrites import rewrite
 from lumen_lab.rewrites.attention import (
-    CONVERT_CYCLIC_SHIFT,
+    CONVERT_CYCLIC_SHIFT_TO_PADDING,
     PaddedShift,
     WindowMerge4d,
     WindowPartition4d,
@@ -23,7 +23,7 @@ def test_attention_with_padding_is_that_with_the_roll(size):
     nn.init.normal_(block.attn.relative_position_bias_table)
     nn.init.normal_(block.attn.qkv.bias)
     x = torch.randn(1, *size, 2, dtype=torch.float64)
-    padded = rewrite(block, (CONVERT_CYCLIC_SHIFT,), example_inputs=(x,)).model
+    padded = rewrite(block, (CONVERT_CYCLIC_SHIFT_TO_PADDING,), example_inputs=(x,)).model
     assert isinstance(block.shift, CyclicShift)
     assert isinstance(padded.shift, PaddedShift)
     with torch.no_grad():

@@ -17,9 +17,9 @@ from lumen_lab.network.golden import golden_image
 from lumen_lab.network.swin import MASKED, WindowPartition
 from lumen_lab.rewrites import EXACT_PLAN, check_plan, rewrite
 from lumen_lab.rewrites.attention import (
-    CONVERT_CYCLIC_SHIFT,
-    CONVERT_WINDOW_MERGE,
-    CONVERT_WINDOW_PARTITION,
+    CONVERT_CYCLIC_SHIFT_TO_PADDING,
+    CONVERT_WINDOW_MERGE_TO_4D,
+    CONVERT_WINDOW_PARTITION_TO_4D,
     PaddedShift,
     PaddedUnshift,
     WindowMerge4d,
@@ -30,15 +30,15 @@ from lumen_lab.rewrites.check import whole_verdict
 from lumen_lab.rewrites.convolution import FOLD_BATCH_NORM
 from lumen_lab.rewrites.deform import DECOMPOSE_DEFORM_CONV, GridSampleConv, tap_grid
 from lumen_lab.rewrites.record import FixedTensors
-from lumen_lab.rewrites.resolution import CONVERT_IMAGE_TILES, ImageTiles4d
+from lumen_lab.rewrites.resolution import CONVERT_IMAGE_TILES_TO_4D, ImageTiles4d
 from lumen_lab.specs import Bounded, Exact, Learned
 
 PART = {
     DECOMPOSE_DEFORM_CONV: "deform",
-    CONVERT_IMAGE_TILES: "tiles",
-    CONVERT_CYCLIC_SHIFT: "attention",
-    CONVERT_WINDOW_PARTITION: "attention",
-    CONVERT_WINDOW_MERGE: "attention",
+    CONVERT_IMAGE_TILES_TO_4D: "tiles",
+    CONVERT_CYCLIC_SHIFT_TO_PADDING: "attention",
+    CONVERT_WINDOW_PARTITION_TO_4D: "attention",
+    CONVERT_WINDOW_MERGE_TO_4D: "attention",
     FOLD_BATCH_NORM: "deform",
 }
 
@@ -217,17 +217,17 @@ SPOILED = {
     "taps column by column": (DECOMPOSE_DEFORM_CONV, columns_before_rows),
     "modulator a little off": (DECOMPOSE_DEFORM_CONV, modulator_off),
     "grid through float32": (DECOMPOSE_DEFORM_CONV, grid_in_float32),
-    "pixel-unshuffle": (CONVERT_IMAGE_TILES, as_class(UnshuffledTiles)),
-    "tiles column by column": (CONVERT_IMAGE_TILES, as_class(TilesColumnFirst)),
-    "mask of zeros": (CONVERT_CYCLIC_SHIFT, with_mask(no_mask)),
-    "shift's padding attended": (CONVERT_CYCLIC_SHIFT, with_mask(padding_attended)),
-    "mask of −10": (CONVERT_CYCLIC_SHIFT, with_mask(weak_mask)),
-    "map's padding masked": (CONVERT_CYCLIC_SHIFT, with_mask(padding_of_the_map_masked)),
-    "cut one pixel off": (CONVERT_CYCLIC_SHIFT, cut_one_off),
-    "windows column by column": (CONVERT_WINDOW_PARTITION, as_class(WindowsColumnFirst)),
-    "tokens column by column": (CONVERT_WINDOW_PARTITION, as_class(TokensColumnFirst)),
-    "windows merged column by column": (CONVERT_WINDOW_MERGE, as_class(MergedColumnFirst)),
-    "tokens merged column by column": (CONVERT_WINDOW_MERGE, as_class(TokensMergedColumnFirst)),
+    "pixel-unshuffle": (CONVERT_IMAGE_TILES_TO_4D, as_class(UnshuffledTiles)),
+    "tiles column by column": (CONVERT_IMAGE_TILES_TO_4D, as_class(TilesColumnFirst)),
+    "mask of zeros": (CONVERT_CYCLIC_SHIFT_TO_PADDING, with_mask(no_mask)),
+    "shift's padding attended": (CONVERT_CYCLIC_SHIFT_TO_PADDING, with_mask(padding_attended)),
+    "mask of −10": (CONVERT_CYCLIC_SHIFT_TO_PADDING, with_mask(weak_mask)),
+    "map's padding masked": (CONVERT_CYCLIC_SHIFT_TO_PADDING, with_mask(padding_of_the_map_masked)),
+    "cut one pixel off": (CONVERT_CYCLIC_SHIFT_TO_PADDING, cut_one_off),
+    "windows column by column": (CONVERT_WINDOW_PARTITION_TO_4D, as_class(WindowsColumnFirst)),
+    "tokens column by column": (CONVERT_WINDOW_PARTITION_TO_4D, as_class(TokensColumnFirst)),
+    "windows merged column by column": (CONVERT_WINDOW_MERGE_TO_4D, as_class(MergedColumnFirst)),
+    "tokens merged column by column": (CONVERT_WINDOW_MERGE_TO_4D, as_class(TokensMergedColumnFirst)),
     "bias dropped": (FOLD_BATCH_NORM, bias_dropped),
     "folded through float32": (FOLD_BATCH_NORM, rounded_to_float32),
 }
@@ -269,7 +269,7 @@ def test_a_fold_that_forgets_a_part_of_the_norm_fails(parts, neglected):
 
 def test_a_plan_is_not_checked_on_nothing(parts):
     with pytest.raises(RewriteError, match="cannot be checked without samples"):
-        check_plan(parts["tiles"][0], (CONVERT_IMAGE_TILES,), samples=[])
+        check_plan(parts["tiles"][0], (CONVERT_IMAGE_TILES_TO_4D,), samples=[])
 
 
 def test_a_bounded_claim_is_checked_where_it_acted_and_leaves_the_network_pending(parts):
@@ -293,14 +293,17 @@ def test_a_learned_substitution_is_pending_and_so_is_the_plan(parts):
 
 def test_a_plan_claims_no_more_than_its_weakest_rewrite():
     module, samples = nn.Identity(), [torch.zeros(1, 3, 4, 4)]
-    learned = dataclasses.replace(CONVERT_IMAGE_TILES, claim=Learned("S-measure", 0.9))
-    bounded = dataclasses.replace(CONVERT_IMAGE_TILES, claim=Bounded(0.1, "any image"))
+    learned = dataclasses.replace(CONVERT_IMAGE_TILES_TO_4D, claim=Learned("S-measure", 0.9))
+    bounded = dataclasses.replace(CONVERT_IMAGE_TILES_TO_4D, claim=Bounded(0.1, "any image"))
 
     def claimed(*plan) -> tuple[str, str]:
         verdict = whole_verdict(module, module, plan, samples)
         return verdict.claim, verdict.status
 
-    assert claimed(CONVERT_IMAGE_TILES, CONVERT_WINDOW_MERGE) == (claim_text(Exact(movement=True)), "passed")
+    assert claimed(CONVERT_IMAGE_TILES_TO_4D, CONVERT_WINDOW_MERGE_TO_4D) == (
+        claim_text(Exact(movement=True)),
+        "passed",
+    )
     assert claimed(*EXACT_PLAN) == (claim_text(Exact()), "passed")
     assert claimed(*EXACT_PLAN, bounded) == ("bounded parts", "pending")
     assert claimed(*EXACT_PLAN, bounded, learned) == (claim_text(Learned("S-measure", 0.9)), "pending")

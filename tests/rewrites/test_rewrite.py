@@ -12,11 +12,11 @@ from lumen_lab.network.decoder import ImageTiles
 from lumen_lab.network.deform import DeformableConv2d
 from lumen_lab.network.swin import CyclicShift, SwinBlock, WindowPartition
 from lumen_lab.rewrites import EXACT_PLAN, RewriteLog, check_plan, rewrite
-from lumen_lab.rewrites.attention import CONVERT_CYCLIC_SHIFT, CONVERT_WINDOW_PARTITION, PaddedShift
+from lumen_lab.rewrites.attention import CONVERT_CYCLIC_SHIFT_TO_PADDING, CONVERT_WINDOW_PARTITION_TO_4D, PaddedShift
 from lumen_lab.rewrites.convolution import FOLD_BATCH_NORM
 from lumen_lab.rewrites.deform import DECOMPOSE_DEFORM_CONV, RECOMPOSE_DEFORM_CONV, GridSampleConv
 from lumen_lab.rewrites.plan import common_parent
-from lumen_lab.rewrites.resolution import CONVERT_IMAGE_TILES
+from lumen_lab.rewrites.resolution import CONVERT_IMAGE_TILES_TO_4D
 
 IMAGE = (torch.zeros(2, 4, 8, 8),)
 
@@ -111,7 +111,7 @@ def check_plan_file(folder):
 
 
 def test_a_second_pass_refuses_what_has_been_rewritten(rewritten):
-    again = rewrite(rewritten.model, (DECOMPOSE_DEFORM_CONV, CONVERT_CYCLIC_SHIFT, FOLD_BATCH_NORM))
+    again = rewrite(rewritten.model, (DECOMPOSE_DEFORM_CONV, CONVERT_CYCLIC_SHIFT_TO_PADDING, FOLD_BATCH_NORM))
     assert again.log.applied() == []
     assert "rewritten already" in str(again.log.rows())
 
@@ -160,13 +160,13 @@ def test_the_order_is_declared_because_it_matters(parts):
 
 def test_a_model_that_does_not_say_its_size_needs_example_inputs(parts):
     with pytest.raises(RewriteError, match="no config.image_size, .* pass example_inputs"):
-        rewrite(parts["tiles"][0], (CONVERT_IMAGE_TILES,))
+        rewrite(parts["tiles"][0], (CONVERT_IMAGE_TILES_TO_4D,))
 
 
 @pytest.mark.parametrize("kind", ["deform", "tiles"])
 def test_a_network_that_would_itself_be_replaced_is_refused_with_the_way_out(kind):
     module = DeformableConv2d(4, 4, 3) if kind == "deform" else WindowPartition(2)
-    rule = DECOMPOSE_DEFORM_CONV if kind == "deform" else CONVERT_WINDOW_PARTITION
+    rule = DECOMPOSE_DEFORM_CONV if kind == "deform" else CONVERT_WINDOW_PARTITION_TO_4D
     example = IMAGE if kind == "deform" else (torch.zeros(1, 4, 4, 1),)
     with pytest.raises(RewriteError, match=r"put it in a module, such as nn.Sequential\(network\)"):
         rewrite(module, (rule,), example_inputs=example)
@@ -175,7 +175,7 @@ def test_a_network_that_would_itself_be_replaced_is_refused_with_the_way_out(kin
 def test_one_block_alone_can_be_rewritten():
     block = SwinBlock(8, 2, 3, 1, 0.0).eval()
     x = torch.randn(1, 7, 5, 8)
-    new = rewrite(block, (CONVERT_CYCLIC_SHIFT,), example_inputs=(x,))
+    new = rewrite(block, (CONVERT_CYCLIC_SHIFT_TO_PADDING,), example_inputs=(x,))
     assert new.log.applied()[0].replaced == ("shift", "unshift")
     with torch.no_grad():
         assert torch.allclose(new.model(x), block(x), atol=1e-5)
