@@ -122,8 +122,8 @@ def no_gate(self, features, level, side):
     return features
 
 
-def context_behind(self, image):
-    x1, x2, x3, x4 = ENCODE(self, image)
+def context_behind(self, image, half):
+    x1, x2, x3, x4 = ENCODE(self, image, half)
     last = self.config.lateral_channels[3]
     return x1, x2, x3, torch.cat([x4[:, -last:], x4[:, :-last]], 1)
 
