@@ -27,9 +27,13 @@ def session_options(provider_options, config, log_severity):
 
 
 def compile_context(request):
-    """Build the context file; creating the session is the whole of the compile."""
+    """Build the context file; creating the session is the whole of the compile.
+
+    The compiler writes its schematic into the working directory, which is therefore the one that the request names.
+    """
     import onnxruntime
 
+    os.chdir(request["folder"])
     options = session_options(request["provider_options"], request["config"], 0)
     started = time.perf_counter()
     onnxruntime.InferenceSession(request["model"], options)

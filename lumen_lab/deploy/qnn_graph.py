@@ -66,6 +66,11 @@ def dtype_name(code: int) -> str:
     return f"{kind}{code & 0xFF:x}" if kind else f"type {code:#x}"
 
 
+def site_name(site: str | None) -> str:
+    """How a torch module path is shown: the network itself has an empty one, None is unknown."""
+    return "(unknown)" if site is None else site or "(network)"
+
+
 def read_partitions(context: onnx.ModelProto, folder: str | Path, model: onnx.ModelProto):
     """``(partitions, ops)`` of the QNN graphs dumped in ``folder``, in the order of the context model.
 

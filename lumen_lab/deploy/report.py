@@ -10,11 +10,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lumen_lab.deploy.qnn_graph import Partition, QnnOp
+from lumen_lab.deploy.qnn_graph import Partition, QnnOp, site_name
+from lumen_lab.deploy.traffic import Traffic
 from lumen_lab.errors import CompileError
 from lumen_lab.specs import Record, html_table, write_whole
 
 NPU, CPU, FOLDED = "npu", "cpu", "folded"
+NOT_ASKED = "the network was compiled without asking for it (traffic=True)."
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,9 @@ class CompileReport(Record):
 
     ``nodes`` holds every ONNX node, ``ops`` every operation inside the partitions, ``partition_rows`` the partitions
     with the tensors that cross their border. Bytes and seconds in the names; ``peak_memory_bytes`` is the compiler's
-    process. ``options`` is what the compiler was told. ``log_path`` and ``context_path`` are kept relative to the
-    report when it is saved.
+    process. ``options`` is what the compiler was told. ``traffic`` is what one inference moves through memory, by the
+    compiler's own plan; None where it was not measured, and ``no_traffic_because`` then says why. ``log_path`` and
+    ``context_path`` are kept relative to the report when it is saved.
     """
 
     model: str
@@ -60,6 +63,8 @@ class CompileReport(Record):
     peak_memory_bytes: int | None
     log_path: str
     context_path: str
+    traffic: Traffic | None = None
+    no_traffic_because: str = NOT_ASKED
 
     @property
     def partitions(self) -> int:
@@ -90,7 +95,7 @@ class CompileReport(Record):
             {
                 "place": node.place,
                 "op type": node.op_type,
-                "site": _site(node.site),
+                "site": site_name(node.site),
                 "ONNX node": node.onnx_node,
                 "QNN ops": ", ".join(node.qnn_ops),
                 "reason": node.reason,
@@ -108,11 +113,21 @@ class CompileReport(Record):
             "QNN ops": len(self.ops),
             "of them with a float tensor": len(self.float_ops),
             "bytes across partition borders": sum(part.bytes_in + part.bytes_out for part in self.partition_rows),
+            **self._traffic_figures(),
             "context binary, bytes": self.binary_bytes,
             "compile time, s": round(self.compile_s, 1),
             "peak memory, MiB": None if self.peak_memory_bytes is None else round(self.peak_memory_bytes / 2**20),
         }
         return [{"figure": name, "value": value} for name, value in figures.items()]
+
+    def _traffic_figures(self) -> dict[str, object]:
+        """The same figures for every report, None where they were not measured."""
+        traffic = self.traffic
+        return {
+            "DRAM read, MB": traffic and round(traffic.dram_read_bytes / 1e6, 3),
+            "DRAM written, MB": traffic and round(traffic.dram_write_bytes / 1e6, 3),
+            "tiles": traffic and traffic.tiles,
+        }
 
     def cpu_rows(self) -> list[dict[str, object]]:
         """Nodes left on the CPU by kind: how many, at which torch sites, why."""
@@ -130,6 +145,8 @@ class CompileReport(Record):
         values = dict(values)
         for name, kind in (("partition_rows", Partition), ("nodes", NodePlace), ("ops", QnnOp)):
             values[name] = [kind.from_json(row) for row in values.get(name, [])]
+        if values.get("traffic") is not None:
+            values["traffic"] = Traffic.from_json(values["traffic"])
         return super().from_json(values)
 
     def save(self, path: str | Path) -> Path:
@@ -152,6 +169,16 @@ class CompileReport(Record):
             html_table(self.summary_rows(), caption=str(self))
             + (html_table(left, caption="Left on the CPU") if left else "<p>Nothing is left on the CPU.</p>")
             + f"<details><summary>{len(self.ops)} QNN ops by kind</summary><p>{html.escape(kinds)}</p></details>"
+            + self._traffic_html()
+        )
+
+    def _traffic_html(self) -> str:
+        if self.traffic is None:
+            return f"<p>Memory traffic was not measured: {html.escape(self.no_traffic_because)}</p>"
+        kinds = html_table(self.traffic.by_htp_kind(), limit=12)
+        return (
+            html_table(self.traffic.by_site(), caption="Where memory traffic is, by torch site", limit=12)
+            + f"<details><summary>Traffic by kind of HTP operation</summary>{kinds}</details>"
         )
 
 
@@ -186,15 +213,11 @@ def _kind_rows(nodes: Iterable[NodePlace]) -> list[dict[str, object]]:
         {
             "op type": kind,
             "nodes": len(group),
-            "sites": _listed(_site(node.site) for node in group),
+            "sites": _listed(site_name(node.site) for node in group),
             "reason": _listed(node.reason for node in group if node.reason),
         }
         for kind, group in sorted(groups.items(), key=lambda item: -len(item[1]))
     ]
-
-
-def _site(site: str | None) -> str:
-    return "(unknown)" if site is None else site or "(network)"
 
 
 def _listed(texts: Iterable[str], limit: int = 8) -> str:

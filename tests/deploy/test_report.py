@@ -7,6 +7,7 @@ import pytest
 
 from lumen_lab.deploy.qnn_graph import Partition, QnnOp
 from lumen_lab.deploy.report import CompileReport, NodePlace, require_one_partition
+from lumen_lab.deploy.traffic import HtpKindTraffic, OpTraffic, Traffic
 from lumen_lab.errors import ArtifactError, CompileError
 
 
@@ -44,6 +45,14 @@ def report(tmp_path):
     )
 
 
+@pytest.fixture
+def measured(report):
+    """The report with its traffic: 20 operations at sites of their own."""
+    ops = tuple(OpTraffic(0, f"c{i}", "Conv2d", 2, 1_000_000 * i, 4000, 50, 60, site=f"<{i}>") for i in range(20))
+    kinds = (HtpKindTraffic("ConvLayer", 40, 0, 190_000_000, 80_000, 1000, 1200),)
+    return replace(report, traffic=Traffic(ops, kinds), no_traffic_because="")
+
+
 def test_figures_are_counted_from_the_rows(report):
     assert report.partitions == 2
     assert len(report.cpu_nodes) == 20 and report.cpu_nodes[3].site == "decoder.3"
@@ -77,6 +86,27 @@ def test_a_report_comes_back_from_disk_the_same_and_moves_with_its_folder(report
     (tmp_path / "artefact").rename(tmp_path / "moved")
     moved = CompileReport.load(tmp_path / "moved" / "net.report.json")
     assert moved.context_path == str(tmp_path / "moved" / "net_ctx.onnx")
+
+
+def test_traffic_is_among_the_figures_and_its_top_sites_on_the_page(report, measured):
+    figures = {row["figure"]: row["value"] for row in measured.summary_rows()}
+    assert (figures["DRAM read, MB"], figures["DRAM written, MB"], figures["tiles"]) == (190.0, 0.08, 40)
+    without = {row["figure"]: row["value"] for row in report.summary_rows()}
+    assert without.keys() == figures.keys() and without["tiles"] is None
+    page = measured._repr_html_()
+    assert "&lt;19&gt;" in page and "&lt;3&gt;" not in page and "ConvLayer" in page
+    assert "was not measured: the network was compiled without asking" in report._repr_html_()
+
+
+def test_traffic_is_saved_with_the_report_and_an_older_report_has_none(report, measured, tmp_path):
+    path = measured.save(tmp_path / "artefact" / "net.report.json")
+    assert CompileReport.load(path) == measured
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({name: values[name] for name in values.keys() - {"traffic", "no_traffic_because"}}))
+    assert CompileReport.load(path) == report
+    path.write_text(json.dumps(values | {"traffic": {"ops": []}}))
+    with pytest.raises(ArtifactError, match="damaged"):
+        CompileReport.load(path)
 
 
 def test_a_file_that_is_no_report_is_refused(report, tmp_path):
