@@ -5,6 +5,7 @@ from lumen_lab.widgets.graph_view import GraphView, show_graph
 
 try:
     from lumen_lab.widgets.mask_compare import MaskCompare
+    from lumen_lab.widgets.rewrite_picker import RewritePicker
 except ModuleNotFoundError as error:
     if error.name not in ("anywidget", "ipywidgets", "traitlets"):
         raise
@@ -12,4 +13,4 @@ except ModuleNotFoundError as error:
         f"lumen_lab.widgets needs {error.name}, which is not installed; install lumen-lab[notebooks]."
     ) from None
 
-__all__ = ["GraphView", "MaskCompare", "show_graph"]
+__all__ = ["GraphView", "MaskCompare", "RewritePicker", "show_graph"]
