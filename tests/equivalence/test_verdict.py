@@ -229,6 +229,17 @@ def test_a_table_is_saved_and_read_again_figures_without_end_included(tmp_path):
     assert "failed" in table._repr_html_()
 
 
+def test_the_page_of_a_table_sums_up_and_names_what_has_not_passed():
+    table = VerdictTable((verdict("a", "passed", 0.1), verdict("<b>", "failed", 0.7), verdict("c", "pending")))
+    assert str(table) == "3 checks: 1 failed, 1 pending, 1 passed"
+    page = table._repr_html_()
+    summed, rest = page.split("Not passed")
+    assert str(table) in summed and "&lt;b&gt;" in summed and "<b>" not in page
+    assert rest.index("failed") < rest.index("pending") < rest.index("Every check")
+    assert "Not passed" not in VerdictTable((verdict("a", "passed"),))._repr_html_()
+    assert str(VerdictTable(())) == "0 checks: nothing was checked"
+
+
 @pytest.mark.parametrize("content", ["[]", "{}", '{"record": "RewriteLog", "entries": []}', '{"verdicts": [1]}', "{"])
 def test_a_file_that_is_no_table_is_refused(tmp_path, content):
     (tmp_path / "other.json").write_text(content)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from lumen_lab.errors import LumenError
-from lumen_lab.specs import Bounded, Claim, Exact, Learned, Record
+from lumen_lab.specs import Bounded, Claim, Exact, Learned, Record, html_table
 
 Sample = Tensor | tuple
+ORDER = ("failed", "pending", "passed")
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,7 @@ class VerdictTable(Record):
         return [verdict for verdict in self.verdicts if verdict.status == "failed"]
 
     def rows(self) -> list[dict[str, object]]:
-        order = {"failed": 0, "pending": 1, "passed": 2}
-        return [row for v in sorted(self.verdicts, key=lambda v: order[v.status]) for row in v.rows()]
+        return [row for v in sorted(self.verdicts, key=lambda v: ORDER.index(v.status)) for row in v.rows()]
 
     def summary(self) -> list[dict[str, object]]:
         """One row a name: how many sites, how many passed, the worst difference."""
@@ -75,6 +76,20 @@ class VerdictTable(Record):
             passed = sum(v.passed for v in mine)
             rows.append({"check": name, "claim": mine[0].claim, "sites": len(mine), "passed": passed, "worst": worst})
         return rows
+
+    def __str__(self) -> str:
+        counts = Counter(verdict.status for verdict in self.verdicts)
+        return f"{len(self.verdicts)} checks: " + (
+            ", ".join(f"{counts[status]} {status}" for status in ORDER if counts[status]) or "nothing was checked"
+        )
+
+    def _repr_html_(self) -> str:
+        open_rows = [row for row in self.rows() if row["status"] != "passed"]
+        return (
+            html_table(self.summary(), caption=str(self))
+            + (html_table(open_rows, caption="Not passed", limit=60) if open_rows else "")
+            + f"<details><summary>Every check</summary>{html_table(self.rows())}</details>"
+        )
 
     @classmethod
     def from_json(cls, values):
