@@ -7,6 +7,7 @@ returns, once.
 from lumen_lab.figures.contact import contact_sheet, learning_curve, reliability_diagram
 from lumen_lab.figures.graph import macs_by_site, partition_strip
 from lumen_lab.figures.masks import difference_map, mask_grid, mask_overlay
+from lumen_lab.figures.offsets import offset_figure
 
 __all__ = [
     "contact_sheet",
@@ -15,6 +16,7 @@ __all__ = [
     "macs_by_site",
     "mask_grid",
     "mask_overlay",
+    "offset_figure",
     "partition_strip",
     "reliability_diagram",
 ]

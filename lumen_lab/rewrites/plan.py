@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from lumen_lab.errors import RewriteError
-from lumen_lab.rewrites.record import LogEntry, Rewrite, find_sites
+from lumen_lab.rewrites.record import LogEntry, Rewrite, Site, find_sites
 from lumen_lab.specs import Record
 
 Plan = tuple[Rewrite, ...]
@@ -108,12 +109,24 @@ def common_parent(paths: list[str]) -> str:
     return ".".join(shared)
 
 
+def only_at(rule: Rewrite, sites: Iterable[str]) -> Rewrite:
+    """``rule`` for the sites at these paths; the others are refused, and the log says so."""
+    names = (sites,) if isinstance(sites, str) else tuple(sites)
+    if not names:
+        raise RewriteError(f"only_at was given no sites for {rule.name}; leave the rewrite out of the plan.")
+
+    def refused(site: Site) -> str | None:
+        return rule.refused(site) if site.path in names else "the plan asks for it at other sites only"
+
+    return replace(rule, refused=refused, code=f"only_at({rule.expression}, {names!r})")
+
+
 def check_order(plan: Plan) -> None:
     """Raise ``RewriteError`` if a plan breaks a constraint that one of its rewrites declares, with the reason."""
     names = [rule.name for rule in plan]
-    for name, count in Counter(names).items():
+    for expression, count in Counter(rule.expression for rule in plan).items():
         if count > 1:
-            raise RewriteError(f"Plan has {name} {count} times; one application reaches every site: keep one.")
+            raise RewriteError(f"Plan has {expression} {count} times; one application reaches every site: keep one.")
     for position, rule in enumerate(plan):
         for late in (c for c in rule.after if c.other in names[position + 1 :]):
             raise RewriteError(

@@ -1,0 +1,301 @@
+"""How far the deformable convs of a network look, and how much they weigh, over pictures.
+
+One pass, picture by picture; of each site only sums and a histogram are kept. From them ``deform_choice`` predicts what
+a replacement costs, ``deform_substitutes`` takes its starting weights, and ``figures.offset_figure`` draws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lumen_lab.errors import RewriteError
+from lumen_lab.network.deform import DeformableConv2d
+from lumen_lab.rewrites.deform_shifts import tap_places
+from lumen_lab.rewrites.deform_sites import deform_sites, site_inputs
+from lumen_lab.rewrites.deform_substitutes import attention_conv, rank_one
+from lumen_lab.specs import Record
+
+LAGS_PX = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+BIN_EDGES_PX = torch.cat([torch.zeros(1), torch.logspace(-10, 12, 1023, base=2)]).double()
+"""Edges of the histogram of offsets: 1.5 % apart from 1/1024 of a pixel to 4096, so that percentiles are as near."""
+QUANTILES = 100
+
+
+@dataclass(frozen=True)
+class SiteStatistics(Record):
+    """One deformable conv over pictures. An *offset* is max(|dy|, |dx|) of one tap at one pixel, in pixels.
+
+    ``size``: the largest (H, W) seen; ``share_beyond``: of the offsets, for each of ``radii``;
+    ``offset_quantiles_px``: the 0 %, 1 % … 100 % quantiles; ``modulator_share_off``: outside of [0.9, 1.1].
+    By tap, k² entries each: ``tap_modulator_mean``, ``tap_modulator_square`` (mean of squares) and
+    ``tap_offset_mean_px``, pairs (dy, dx).
+
+    What a prediction of errors needs: ``correlation`` of the input with itself at ``LAGS_PX`` (Σ x(p)·x(p + d) over
+    √(Σ x(p)² · Σ x(p + d)²), rows and columns); ``inside_share``, how much of what the taps read lies inside the image,
+    each tap counted by its kernel's energy and its squared modulator, and ``inside_share_within`` the same with the
+    offsets clamped to 0 and to each of ``radii``; ``constant_share``, of the modulators' energy, that lies in their
+    means; ``attention_mean`` of the one map of the separable substitute, and ``attention_share``, of the modulators'
+    energy, that is in proportion to it; ``rank_one_share``, of the kernel's energy, that one depthwise and one
+    pointwise kernel hold.
+    """
+
+    site: str
+    kernel: int
+    pictures: int
+    size: tuple[int, int]
+    offset_mean_px: float
+    offset_p50_px: float
+    offset_p95_px: float
+    offset_p99_px: float
+    offset_max_px: float
+    radii: tuple[int, ...]
+    share_beyond: tuple[float, ...]
+    offset_quantiles_px: tuple[float, ...]
+    modulator_mean: float
+    modulator_std: float
+    modulator_share_off: float
+    tap_modulator_mean: tuple[float, ...]
+    tap_modulator_square: tuple[float, ...]
+    tap_offset_mean_px: tuple[tuple[float, float], ...]
+    correlation: tuple[float, ...]
+    inside_share: float
+    inside_share_within: tuple[float, ...]
+    constant_share: float
+    attention_mean: float
+    attention_share: float
+    rank_one_share: float
+
+    def correlation_at(self, distance_px: np.ndarray) -> np.ndarray:
+        """Correlation of the input with itself at a distance, 1 at none.
+
+        Below a pixel 1 − d²·(1 − correlation at one pixel), as a bilinear look-up mixes two neighbours; then straight
+        lines between ``LAGS_PX``, and level beyond the last.
+        """
+        near = 1 - np.square(distance_px) * (1 - self.correlation[0])
+        return np.where(distance_px < 1, near, np.interp(distance_px, LAGS_PX, self.correlation))
+
+    def mean_correlation(self, radius: float = 0.0) -> float:
+        """Mean correlation of what is looked up with what is read when offsets are clamped to ``radius`` pixels."""
+        excess = np.maximum(np.array(self.offset_quantiles_px) - radius, 0.0)
+        return float(self.correlation_at(excess).mean())
+
+    @property
+    def shrinkage(self) -> float:
+        """The factor by which a kernel without offsets is best multiplied: ρ·min(1, S/S₀).
+
+        Of a sample that correlates by ρ with the one wanted, of which the share S lies inside the image where its own
+        is S₀, the multiple nearest to it in the mean square.
+        """
+        return self.mean_correlation() * min(1.0, self.inside_share / max(self.inside_share_within[0], 1e-12))
+
+    def rows(self) -> list[dict[str, object]]:
+        """One row: how far, how often beyond each radius, and the modulator."""
+        row = {"site": self.site, "kernel": self.kernel, "pictures": self.pictures}
+        named = [f"offset_{name}_px" for name in ("mean", "p50", "p95", "p99", "max")]
+        row |= {name: getattr(self, name) for name in named}
+        row |= {f"beyond_{radius}_px": share for radius, share in zip(self.radii, self.share_beyond, strict=True)}
+        named = ["modulator_mean", "modulator_std", "modulator_share_off", "inside_share"]
+        return [row | {name: getattr(self, name) for name in named}]
+
+
+@dataclass(frozen=True)
+class DeformStatistics(Record):
+    """The statistics of every deformable conv that was asked for, in the network's order."""
+
+    sites: tuple[SiteStatistics, ...]
+
+    @property
+    def by_site(self) -> dict[str, SiteStatistics]:
+        """The statistics by site path."""
+        return {entry.site: entry for entry in self.sites}
+
+    def rows(self) -> list[dict[str, object]]:
+        return [row for entry in self.sites for row in entry.rows()]
+
+    @classmethod
+    def from_json(cls, values):
+        return cls(tuple(SiteStatistics.from_json(entry) for entry in values["sites"]))
+
+
+def deform_statistics(
+    model: nn.Module,
+    images: Iterable[Tensor],
+    *,
+    radii: Sequence[int] = (1, 2, 3),
+    sites: Sequence[str] | None = None,
+) -> DeformStatistics:
+    """Statistics of the offsets, modulators and inputs of every deformable conv of ``model`` over ``images``.
+
+    ``images``: normalised batches (N, 3, H, W), gone through once; memory does not grow with their number. ``radii``:
+    whole pixels for ``share_beyond``. ``RewriteError`` without a picture, without a deformable conv, for a network in
+    training mode, or for radii that are not rising whole numbers.
+    """
+    radii = tuple(radii)
+    if not radii or any(not isinstance(r, int) or r < 1 for r in radii) or list(radii) != sorted(set(radii)):
+        raise RewriteError(f"radii={radii} was asked for; give rising whole pixels, such as (1, 2, 3).")
+    sums = {path: SiteSums(conv, radii) for path, conv in deform_sites(model, sites).items()}
+    with torch.no_grad():
+        for given in site_inputs(model, images, sums):
+            for path, x in given:
+                sums[path].add(x)
+    if any(not each.pictures for each in sums.values()):
+        raise RewriteError("Statistics need pictures; give normalised images (N, 3, H, W), at least one.")
+    return DeformStatistics(tuple(each.statistics(path) for path, each in sums.items()))
+
+
+class SiteSums:
+    """What is kept of one site while pictures go by: sums, extremes and a histogram, in float64."""
+
+    def __init__(self, conv: DeformableConv2d, radii: tuple[int, ...]):
+        self.conv, self.radii = conv, radii
+        weight = conv.regular_conv.weight.detach().double().cpu()
+        self.kernel, self.taps = weight.shape[-1], weight.shape[-1] ** 2
+        self.energy = weight.square().sum((0, 1)).flatten()  # k²
+        self.attention = attention_conv(conv)
+        self.pictures, self.pixels, self.size = 0, 0, (0, 0)
+        self.histogram = torch.zeros(len(BIN_EDGES_PX), dtype=torch.float64)
+        self.beyond = torch.zeros(len(radii), dtype=torch.float64)
+        self.offset_sum, self.offset_max, self.modulator_off = 0.0, 0.0, 0.0
+        self.tap_offset = torch.zeros(self.taps, 2, dtype=torch.float64)
+        self.tap_modulator = torch.zeros(3, self.taps, dtype=torch.float64)  # m, m², m·a
+        self.attention_sums = torch.zeros(2, dtype=torch.float64)  # a, a²
+        self.inside = torch.zeros(len(radii) + 2, dtype=torch.float64)  # unlimited, clamped to 0 and radii
+        self.lags = torch.zeros(len(LAGS_PX), 3, dtype=torch.float64)  # Σ x(p)x(p+d), Σ x(p)², Σ x(p+d)²
+
+    def add(self, x: Tensor) -> None:
+        """One picture's input (N, C, H, W)."""
+        offset = self.conv.offset_conv(x).double().cpu().unflatten(1, (self.taps, 2))  # N, k², (dy, dx), H, W
+        modulator = (2.0 * torch.sigmoid(self.conv.modulator_conv(x))).double().cpu()
+        attention = (2.0 * torch.sigmoid(self.attention(x))).double().cpu()
+        self.pictures += x.shape[0]
+        self.pixels += x.shape[0] * x.shape[2] * x.shape[3]
+        self.size = max(self.size, tuple(x.shape[-2:]))
+        self.add_offsets(offset)
+        self.add_modulators(modulator, attention)
+        self.add_inside(offset, modulator)
+        self.add_lags(x.double().cpu())
+
+    def add_offsets(self, offset: Tensor) -> None:
+        far = offset.abs().amax(2).flatten()
+        self.histogram += torch.bincount(
+            torch.bucketize(far, BIN_EDGES_PX, right=True) - 1, minlength=len(self.histogram)
+        )
+        self.offset_sum += float(far.sum())
+        self.offset_max = max(self.offset_max, float(far.max()))
+        self.beyond += torch.stack([(far > radius).sum() for radius in self.radii])
+        self.tap_offset += offset.sum((0, 3, 4))
+
+    def add_modulators(self, modulator: Tensor, attention: Tensor) -> None:
+        parts = [modulator, modulator.square(), modulator * attention]
+        self.tap_modulator += torch.stack([part.sum((0, 2, 3)) for part in parts])
+        self.attention_sums += torch.stack([attention.sum(), attention.square().sum()])
+        self.modulator_off += float(((modulator < 0.9) | (modulator > 1.1)).sum())
+
+    def add_inside(self, offset: Tensor, modulator: Tensor) -> None:
+        """Bilinear weight of every looked-up place that lies inside the image, by energy."""
+        weight = modulator.square() * self.energy[:, None, None]
+        limits = [math.inf, 0, *self.radii]
+        self.inside += torch.stack([(weight * inside(offset.clamp(-limit, limit))).sum() for limit in limits])
+
+    def add_lags(self, x: Tensor) -> None:
+        """Products of the input with itself, each of ``LAGS_PX`` rows down and columns across."""
+        for place, lag in enumerate(LAGS_PX):
+            for axis in (2, 3):
+                if lag < x.shape[axis]:
+                    here = x.narrow(axis, 0, x.shape[axis] - lag)
+                    there = x.narrow(axis, lag, x.shape[axis] - lag)
+                    self.lags[place] += torch.stack([(here * there).sum(), here.square().sum(), there.square().sum()])
+
+    def quantiles(self) -> list[float]:
+        """Offsets at 0 %, 1 % … 100 %, straight lines within a bin of the histogram."""
+        below = torch.cat([torch.zeros(1).double(), self.histogram.cumsum(0)])
+        edges = [*BIN_EDGES_PX.tolist(), math.inf]
+        found = []
+        for rank in torch.linspace(0, float(below[-1]), QUANTILES + 1).double():
+            place = int(torch.searchsorted(below, rank, right=False).clamp(1, len(self.histogram))) - 1
+            share = float((rank - below[place]) / self.histogram[place].clamp(min=1))
+            low, high = edges[place], min(edges[place + 1], self.offset_max)
+            found.append(min(low + share * (high - low), self.offset_max))
+        return found
+
+    def statistics(self, path: str) -> SiteStatistics:
+        """The record of what was summed."""
+        count = self.pixels * self.taps
+        mean, square, _ = (self.tap_modulator / self.pixels).tolist()
+        quantiles = self.quantiles()
+        unlimited, *clamped = (self.inside / max(self.whole, 1e-300)).tolist()
+        return SiteStatistics(
+            site=path,
+            kernel=self.kernel,
+            pictures=self.pictures,
+            size=self.size,
+            offset_mean_px=self.offset_sum / count,
+            offset_p50_px=quantiles[50],
+            offset_p95_px=quantiles[95],
+            offset_p99_px=quantiles[99],
+            offset_max_px=self.offset_max,
+            radii=self.radii,
+            share_beyond=tuple((self.beyond / count).tolist()),
+            offset_quantiles_px=tuple(quantiles),
+            modulator_mean=sum(mean) / self.taps,
+            modulator_std=max(sum(square) / self.taps - (sum(mean) / self.taps) ** 2, 0.0) ** 0.5,
+            modulator_share_off=self.modulator_off / count,
+            tap_modulator_mean=tuple(mean),
+            tap_modulator_square=tuple(square),
+            tap_offset_mean_px=tuple(map(tuple, (self.tap_offset / self.pixels).tolist())),
+            correlation=self.correlation(),
+            inside_share=unlimited,
+            inside_share_within=tuple(clamped),
+            constant_share=self.constant_share(),
+            attention_mean=float(self.attention_sums[0]) / self.pixels,
+            attention_share=self.attention_share(),
+            rank_one_share=rank_one_share(self.conv.regular_conv.weight.detach()),
+        )
+
+    def correlation(self) -> tuple[float, ...]:
+        """At each lag; one that is longer than the map counts as the longest that fits."""
+        found: list[float] = []
+        for product, here, there in self.lags.tolist():
+            scale = (here * there) ** 0.5
+            found.append(product / scale if scale > 0 else (found[-1] if found else 1.0))
+        return tuple(found)
+
+    @property
+    def whole(self) -> float:
+        """Σ e_t Σ m_t²: the energy of the modulated kernel, e_t that of tap t."""
+        return float((self.tap_modulator[1] * self.energy).sum())
+
+    def constant_share(self) -> float:
+        """Σ e_t (Σ m_t)² / pixels over the whole: the modulators' energy in their means."""
+        explained = float((self.energy * self.tap_modulator[0].square()).sum()) / self.pixels
+        return explained / max(self.whole, 1e-300)
+
+    def attention_share(self) -> float:
+        """Σ e_t (Σ m_t·a)² / Σ a² over the whole: the modulators' energy in proportion to the map a."""
+        explained = float((self.energy * self.tap_modulator[2].square()).sum())
+        return explained / max(float(self.attention_sums[1]), 1e-300) / max(self.whole, 1e-300)
+
+
+def inside(offset: Tensor) -> Tensor:
+    """Bilinear weight inside the image of the places that taps look at: (N, k², 2, H, W) offsets -> (N, k², H, W)."""
+    taps, height, width = offset.shape[1], *offset.shape[-2:]
+    tap = torch.tensor(tap_places(math.isqrt(taps)), dtype=offset.dtype)
+    share = torch.ones(())
+    for axis, length in ((0, height), (1, width)):
+        line = torch.arange(length, dtype=offset.dtype).view(-1, 1) if axis == 0 else torch.arange(length).double()
+        place = offset[:, :, axis] + tap[:, axis, None, None] + line
+        share = share * (1 + place).clamp(0, 1) * (length - place).clamp(0, 1)
+    return share
+
+
+def rank_one_share(weight: Tensor) -> float:
+    """Energy of the nearest depthwise-and-pointwise kernel over that of ``weight`` (O, C, k, k)."""
+    depthwise, pointwise = rank_one(weight.double())
+    whole = float(weight.double().square().sum())
+    return float((depthwise.flatten(1) ** 2).sum(1) @ (pointwise[:, :, 0, 0] ** 2).sum(0)) / max(whole, 1e-300)
