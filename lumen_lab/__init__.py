@@ -16,6 +16,8 @@ DOORS = {
     "predict": "lumen_lab.prediction",
     "audit": "lumen_lab.auditing",
     "EXACT_PLAN": "lumen_lab.rewrites",
+    "LEAN_PLAN": "lumen_lab.rewrites",
+    "LUMEN_PLAN": "lumen_lab.rewrites",
     "rewrite": "lumen_lab.rewrites",
     "check_equivalence": "lumen_lab.equivalence",
     "export_onnx": "lumen_lab.deploy.onnx_export",

@@ -110,6 +110,12 @@ class PlanCost(Record):
             }
         ]
 
+    def picked_row(self) -> dict[str, object]:
+        """The row that a picker of rewrites shows while this plan, or this rewrite alone, is picked."""
+        (row,) = self.rows()
+        shown = ("chip", "partitions", "on the CPU", "QNN ops", "DRAM, MB", "tiles", "binary, MB")
+        return {"plan": self.about, **{name: row[name] for name in shown}}
+
 
 @dataclass(frozen=True)
 class CostTable(Record):
@@ -124,6 +130,10 @@ class CostTable(Record):
 
     def rows(self) -> list[dict[str, object]]:
         return [row for cost in self.costs for row in cost.rows()]
+
+    def whole_rows(self) -> list[dict[str, object]]:
+        """The rows of plans whole."""
+        return [row for row in self.rows() if row["case"] == WHOLE]
 
     def of(self, kind: str, chip: str, about: str | None = None) -> tuple[PlanCost, ...]:
         """The costs of one kind ("alone", "without", "whole") on one chip, of one plan or of all."""

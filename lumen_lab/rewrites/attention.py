@@ -20,14 +20,19 @@ from lumen_lab.network.swin import (
     SwinBlock,
     WindowMerge,
     WindowPartition,
-    shifted_window_regions,
 )
-from lumen_lab.rewrites.record import FixedTensors, Rewrite, Site
+from lumen_lab.rewrites.record import Constraint, FixedTensors, Rewrite, Site
 from lumen_lab.specs import Exact
+
+NOTHING = (0, 0, 0, 0, 0, 0)
 
 
 class WindowPartition4d(nn.Module):
-    """``WindowPartition`` with no tensor above rank four: rows of windows first, then windows of a row."""
+    """``WindowPartition`` with no tensor above rank four: rows of windows first, then windows of a row.
+
+    The pad adds nothing, and stands in the exported graph: without an operation of its own here the compiler joins the
+    reshape with those inside the linear layers behind it, and then cuts every window out of tiles that hold several.
+    """
 
     def __init__(self, window: int):
         super().__init__()
@@ -37,7 +42,7 @@ class WindowPartition4d(nn.Module):
         n, height, width, channels = x.shape
         w = self.window
         strips = x.reshape(n * height // w, w, width // w, w * channels)  # N·rows, w, columns, w·C
-        return strips.transpose(1, 2).reshape(-1, w * w, channels)
+        return F.pad(strips.transpose(1, 2).reshape(-1, w * w, channels), NOTHING)
 
 
 class WindowMerge4d(nn.Module):
@@ -55,17 +60,16 @@ class WindowMerge4d(nn.Module):
 
 
 def shifted_mask(window: int, shift: int, size: tuple[int, int]) -> Tensor:
-    """Attention mask of the padded map in place of the rolled one: (windows, window², window²), 0 or ``MASKED``.
+    """Attention mask of the padded map in place of the rolled one: (windows, 1, window²), 0 or ``MASKED``.
 
-    ``size`` is that of the map before the shift's own padding. Every token carries the region it has in the rolled
-    map; padding of the shift has a region of its own.
+    ``size`` is that of the map before the shift's own padding. Without the roll a window holds tokens of one region
+    and padding, so it is enough to say which keys are padding; what padding itself attends to is cut off again. Said
+    for each pair of tokens, the mask would be ``window``² times the bytes.
     """
-    rolled = shifted_window_regions(size, window, shift)
-    regions = torch.roll(rolled, (shift, shift), (1, 2)).float()  # back to image order
-    regions = F.pad(regions, (0, 0, window - shift, shift, window - shift, shift), value=-1.0)
-    windows = WindowPartition(window)(regions).squeeze(-1)
-    apart = windows[:, None, :] != windows[:, :, None]
-    return torch.zeros(apart.shape, dtype=torch.float64).masked_fill(apart, MASKED)
+    padding = torch.ones(1, *size, 1)
+    padding = F.pad(padding, (0, 0, window - shift, shift, window - shift, shift)) == 0
+    keys = WindowPartition(window)(padding).squeeze(-1)
+    return torch.zeros(keys.shape, dtype=torch.float64).masked_fill(keys, MASKED)[:, None]
 
 
 class PaddedShift(nn.Module):
@@ -120,6 +124,11 @@ def _not_shifted(site: Site) -> str | None:
     return "this block does not shift its windows" if shift.shift == 0 else None
 
 
+WINDOWS_FIRST = tuple(
+    Constraint(name, "it builds the blocks anew with other windows, and finds none in what has been rewritten")
+    for name in ("substitute_window", "substitute_global_window")
+)
+
 CONVERT_WINDOW_PARTITION_TO_4D = Rewrite(
     name="convert_window_partition_to_4d",
     replaces=WindowPartition,
@@ -128,6 +137,7 @@ CONVERT_WINDOW_PARTITION_TO_4D = Rewrite(
     because="the published partition goes through rank 6, which HTP takes at batch 1 only (the provider drops an axis) "
     "and refuses from batch 2 on",
     source="one-operation graphs through onnxruntime-qnn 2.7.0 (QAIRT 2.51): lumen_lab.auditing.rules",
+    after=WINDOWS_FIRST,
 )
 
 CONVERT_WINDOW_MERGE_TO_4D = Rewrite(
@@ -137,6 +147,7 @@ CONVERT_WINDOW_MERGE_TO_4D = Rewrite(
     claim=Exact(movement=True),
     because="the inverse of the partition, through rank 6 as well",
     source=CONVERT_WINDOW_PARTITION_TO_4D.source,
+    after=WINDOWS_FIRST,
 )
 
 CONVERT_CYCLIC_SHIFT_TO_PADDING = Rewrite(
@@ -148,4 +159,5 @@ CONVERT_CYCLIC_SHIFT_TO_PADDING = Rewrite(
     because="a roll is two slices and a concat on each axis, twice a block, and its mask is built in the graph; one "
     "pad, one slice and one finite constant quantise with one encoding (float16 compiles either way)",
     source="Swin, figure 4 (the roll is an optimisation of padding); Lumen Cutout's published recipe",
+    after=WINDOWS_FIRST,
 )

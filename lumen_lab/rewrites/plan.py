@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lumen_lab.errors import RewriteError
-from lumen_lab.rewrites.record import LogEntry, Rewrite, Site, find_sites
+from lumen_lab.rewrites.record import Flow, LogEntry, Rewrite, Site, watch_flow
 from lumen_lab.specs import Record
 
 Plan = tuple[Rewrite, ...]
@@ -65,15 +65,19 @@ def rewrite(model: nn.Module, plan: Plan, *, example_inputs: tuple[Tensor, ...] 
     entries: list[LogEntry] = []
     with torch.inference_mode(False):  # so that the new model can be trained
         model = copy.deepcopy(model)
+        flow = None
         for rule in plan:
-            entries += apply_one(model, rule, example_inputs)
+            if flow is None or not flow.still_holds(model, rule.replaces):
+                flow = watch_flow(model, example_inputs)
+            entries += apply_one(model, rule, flow)
+            flow = None if rule.resizes else flow
     return Rewritten(model, RewriteLog(tuple(entries)))
 
 
-def apply_one(model: nn.Module, rule: Rewrite, example_inputs: tuple[Tensor, ...]) -> list[LogEntry]:
+def apply_one(model: nn.Module, rule: Rewrite, flow: Flow) -> list[LogEntry]:
     """Apply one rewrite to every site of ``model``, in place (``rewrite`` has made the copy)."""
     entries = []
-    for site in find_sites(model, rule.replaces, example_inputs):
+    for site in flow.sites(model, rule.replaces):
         reason = rule.refused(site)
         if reason:
             entries.append(LogEntry(rule.name, site.path, refused=reason))

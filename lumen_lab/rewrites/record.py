@@ -57,6 +57,7 @@ class Rewrite:
     ``edge_cases(module, inputs)``: for a bounded claim, modules like the one replaced, and inputs for them, that reach
     the edges of its domain; the claim is checked on them.
     ``code``: the Python expression that makes this record; by default the constant named like it.
+    ``resizes``: whether maps behind its sites have another size afterwards.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Rewrite:
     excludes: tuple[Constraint, ...] = ()
     edge_cases: Callable[[nn.Module, tuple], Iterable[tuple[nn.Module, tuple]]] | None = None
     code: str = ""
+    resizes: bool = False
 
     @property
     def expression(self) -> str:
@@ -90,31 +92,21 @@ class LogEntry(Record):
     refused: str | None = None
 
 
-def find_sites(model: nn.Module, kind: type[nn.Module], example_inputs: tuple[Tensor, ...]) -> list[Site]:
-    """Every module of class ``kind`` that the forward pass calls, in order of first call; nothing is computed."""
-    modules = dict(model.named_modules())
-    shapes: dict[str, list] = {}
-    flow = Flow()
-
-    def see(path: str, module: nn.Module, inputs: tuple, output: object) -> None:
-        first = next((value for value in inputs if isinstance(value, Tensor)), None)
-        if isinstance(module, kind) and first is not None:
-            shapes.setdefault(path, []).append(tuple(first.shape))
-        flow.see(path, inputs, output)
-
+def watch_flow(model: nn.Module, example_inputs: tuple[Tensor, ...]) -> Flow:
+    """What one forward pass calls, with which shapes, and who reads whose output; nothing is computed."""
+    flow = Flow(dict(model.named_modules()))
     device = next((parameter.device for parameter in model.parameters()), None)
-    with shapes_only(), watch(model, see):
+    with shapes_only(), watch(model, lambda path, module, inputs, output: flow.see(path, inputs, output)):
         model(*(torch.empty(tuple(value.shape), dtype=value.dtype, device=device) for value in example_inputs))
-    return [
-        Site(path, modules[path], tuple(dict.fromkeys(seen)), flow.producer(path), modules)
-        for path, seen in shapes.items()
-    ]
+    return flow
 
 
 class Flow:
-    """Which module made the tensor that another module reads."""
+    """One forward pass over ``modules`` (by path): the shapes that each read, and which module made them."""
 
-    def __init__(self):
+    def __init__(self, modules: dict[str, nn.Module]):
+        self.modules = modules
+        self.shapes: dict[str, list[tuple[int, ...]]] = {}
         self.made_by: dict[tuple[int, int], str] = {}
         self.makers: dict[str, list[str | None]] = {}
         self.readers: dict[str, set[str]] = {}
@@ -123,7 +115,10 @@ class Flow:
 
     def see(self, path: str, inputs: tuple, output: object) -> None:
         """Note one call; innermost modules come first, so that a container does not claim its last part's output."""
-        read = [self.made_by.get(identity(value)) for value in inputs if isinstance(value, Tensor)]
+        tensors = [value for value in inputs if isinstance(value, Tensor)]
+        if tensors:
+            self.shapes.setdefault(path, []).append(tuple(tensors[0].shape))
+        read = [self.made_by.get(identity(value)) for value in tensors]
         self.makers.setdefault(path, []).append(read[0] if read else None)
         for maker in filter(None, read):
             self.readers.setdefault(maker, set()).add(path)
@@ -140,6 +135,22 @@ class Flow:
         (maker,) = makers
         others = [reader for reader in self.readers[maker] if reader != path and not path.startswith(f"{reader}.")]
         return None if others or self.calls[maker] != self.calls[path] else maker
+
+    def sites(self, model: nn.Module, kind: type[nn.Module]) -> list[Site]:
+        """Every module of class ``kind`` that the pass called, in order of first call, as ``model`` has it now."""
+        modules = dict(model.named_modules())
+        return [
+            Site(path, modules[path], tuple(dict.fromkeys(seen)), self.producer(path), modules)
+            for path, seen in self.shapes.items()
+            if isinstance(modules.get(path), kind)
+        ]
+
+    def still_holds(self, model: nn.Module, kind: type[nn.Module]) -> bool:
+        """Whether the modules of class ``kind``, and those whose outputs they read, are the ones that the pass saw."""
+        now = dict(model.named_modules())
+        asked = [path for path, module in now.items() if isinstance(module, kind)]
+        read = [maker for path in asked for maker in self.makers.get(path, ()) if maker is not None]
+        return all(now.get(path) is self.modules.get(path) for path in (*asked, *read))
 
 
 def identity(x: Tensor) -> tuple[int, int]:

@@ -6,13 +6,24 @@ import pytest
 import torch
 from torch import nn
 
+from lumen_lab.errors import RewriteError
 from lumen_lab.network.deform import DeformableConv2d
 from lumen_lab.rewrites import rewrite
-from lumen_lab.rewrites.deform import DECOMPOSE_DEFORM_CONV, RECOMPOSE_DEFORM_CONV, tap_grid, xy_order
+from lumen_lab.rewrites.deform import (
+    DECOMPOSE_DEFORM_CONV,
+    RECOMPOSE_DEFORM_CONV,
+    decompose_deform_conv,
+    pixel_size,
+    sampled,
+    swapped_pairs,
+    tap_grid,
+)
 from lumen_lab.rewrites.record import FixedTensors, with_weights
 
+GROUPS = {1: [1], 3: [9], 7: [14, 14, 14, 7]}  # taps of one sample, by kernel
 
-def pair(kernel, reach, size, *, channels=(3, 4)):
+
+def pair(kernel, reach, size, *, channels=(3, 4), rule=DECOMPOSE_DEFORM_CONV):
     """A deformable conv with offsets of about ``reach`` pixels, its grid-sample form and an input, in float64."""
     torch.manual_seed(kernel)
     deform = nn.Sequential(DeformableConv2d(*channels, kernel)).double()
@@ -20,7 +31,7 @@ def pair(kernel, reach, size, *, channels=(3, 4)):
         nn.init.normal_(conv.weight, std=0.1)
         nn.init.normal_(conv.bias, std=reach)
     x = torch.randn(2, channels[0], *size, dtype=torch.float64)
-    return deform, rewrite(deform, (DECOMPOSE_DEFORM_CONV,), example_inputs=(x,)).model, x
+    return deform, rewrite(deform, (rule,), example_inputs=(x,)).model, x
 
 
 @pytest.mark.parametrize("kernel", [1, 3, 7])
@@ -28,50 +39,108 @@ def pair(kernel, reach, size, *, channels=(3, 4)):
     ("reach", "size"), [(0.5, (6, 9)), (20.0, (6, 9)), (1.0, (1, 1)), (1.0, (1, 5)), (3.0, (5, 1))]
 )
 def test_grid_sample_is_the_deformable_conv_inside_and_outside_the_image(kernel, reach, size):
-    deform, sampled, x = pair(kernel, reach, size)
+    deform, form, x = pair(kernel, reach, size)
+    assert form[0].taps == GROUPS[kernel]
     with torch.no_grad():
-        assert float((deform(x) - sampled(x)).abs().max()) <= 1e-11
+        assert float((deform(x) - form(x)).abs().max()) <= 1e-11
 
 
-def test_gradients_are_the_deformable_convs_own():
+@pytest.mark.parametrize("taps_at_once", [1, 4, 9, 100])
+def test_the_number_of_taps_at_once_changes_the_form_and_not_the_function(taps_at_once):
+    rule = decompose_deform_conv(taps_at_once=taps_at_once)
+    deform, form, x = pair(3, 2.0, (6, 9), rule=rule)
+    assert len(form[0].tap_convs) == -(-9 // taps_at_once)
+    assert eval(rule.expression, {"decompose_deform_conv": decompose_deform_conv}).expression == rule.expression
+    back = rewrite(form, (RECOMPOSE_DEFORM_CONV,), example_inputs=(x,)).model
+    with torch.no_grad():
+        assert float((deform(x) - form(x)).abs().max()) <= 1e-11
+        assert torch.equal(back(x), deform(x))
+
+
+def test_fewer_than_one_tap_at_once_is_refused():
+    with pytest.raises(RewriteError, match="whole number from 1 on, asked for 0"):
+        decompose_deform_conv(taps_at_once=0)
+    assert decompose_deform_conv(taps_at_once=14).expression == "DECOMPOSE_DEFORM_CONV"
+
+
+@pytest.mark.parametrize("kernel", [3, 7])
+def test_gradients_are_the_deformable_convs_own(kernel):
     """Training goes through the grid-sample form, so its backward pass must be the published one's."""
-    deform, sampled, x = pair(3, 1.0, (6, 5))
+    deform, form, x = pair(kernel, 1.0, (6, 5))
     inputs = [x.clone().requires_grad_() for _ in range(2)]
-    for model, value in zip((deform, sampled), inputs, strict=True):
+    for model, value in zip((deform, form), inputs, strict=True):
         model(value).square().sum().backward()
-    assert torch.allclose(inputs[0].grad, inputs[1].grad, atol=1e-9)
-    weight = sampled[0].tap_conv.weight.grad.view_as(deform[0].regular_conv.weight)
-    assert torch.allclose(weight, deform[0].regular_conv.weight.grad, atol=1e-9)
-    order = xy_order(9)
-    assert torch.allclose(sampled[0].offset_conv.weight.grad, deform[0].offset_conv.weight.grad[order], atol=1e-9)
+    assert torch.allclose(inputs[0].grad, inputs[1].grad, rtol=1e-9, atol=1e-9)
+    taps = torch.cat([conv.weight.grad for conv in form[0].tap_convs], 1).unflatten(1, (kernel, kernel, -1))
+    reference = deform[0].regular_conv.weight.grad.permute(0, 2, 3, 1)
+    assert torch.allclose(taps.flatten(3), reference, rtol=1e-9, atol=1e-9)
+    order = swapped_pairs(kernel**2)
+    for name, weight in form[0].offset_conv.named_parameters():
+        expected = deform[0].offset_conv.get_parameter(name).grad[order]
+        assert torch.allclose(weight.grad, expected, rtol=1e-9, atol=1e-9)
+    for name, weight in form[0].modulator_conv.named_parameters():
+        expected = deform[0].modulator_conv.get_parameter(name).grad
+        assert torch.allclose(weight.grad, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_gradients_are_those_of_finite_differences():
+    _, form, x = pair(3, 0.7, (2, 3), channels=(1, 2))
+    assert torch.autograd.gradcheck(form, (x[:1].requires_grad_(),), eps=1e-7, atol=1e-5)
 
 
 def test_recomposed_conv_has_the_same_weights_and_numbers():
-    deform, sampled, x = pair(7, 1.0, (6, 9))
-    back = rewrite(sampled, (RECOMPOSE_DEFORM_CONV,), example_inputs=(x,)).model
+    deform, form, x = pair(7, 1.0, (6, 9))
+    back = rewrite(form, (RECOMPOSE_DEFORM_CONV,), example_inputs=(x,)).model
     assert back.state_dict().keys() == deform.state_dict().keys()
     assert all(torch.equal(back.state_dict()[name], value) for name, value in deform.state_dict().items())
     with torch.no_grad():
         assert torch.equal(back(x), deform(x))
 
 
-def test_offset_order_is_all_x_then_all_y():
-    assert xy_order(2).tolist() == [1, 3, 0, 2]
+def test_a_form_takes_other_sizes_and_another_forms_weights():
+    deform, form, x = pair(7, 1.0, (6, 9))
+    _, other, _ = pair(7, 5.0, (4, 4))
+    other.load_state_dict(form.state_dict())
+    with torch.no_grad():
+        assert torch.equal(other(x), form(x))
+        assert float((deform(x[..., :4]) - copy.deepcopy(other)(x[..., :4])).abs().max()) <= 1e-11
+
+
+def test_offset_order_is_x_then_y_for_each_tap():
+    assert swapped_pairs(2).tolist() == [1, 0, 3, 2]
+    assert swapped_pairs(9)[swapped_pairs(9)].tolist() == list(range(18))
 
 
 def test_grid_points_at_pixel_centres():
     """A grid without offsets reads the image itself at the middle tap."""
     image = torch.arange(6.0, dtype=torch.float64).view(1, 1, 2, 3)
     grid = tap_grid(3, (2, 3))
-    assert grid.shape == (1, 18, 3, 2)
-    read = nn.functional.grid_sample(image, grid, align_corners=False).view(9, 2, 3)
+    assert grid.shape == (1, 18, 2, 3)
+    read = sampled(image, grid, torch.ones(1, 9, 2, 3, dtype=torch.float64))[0]
     assert torch.allclose(read[4], image[0, 0])
     assert torch.allclose(read[1], torch.tensor([[0, 0, 0], [0, 1, 2]], dtype=torch.float64))  # the tap above
 
 
+def test_an_offset_of_one_pixel_is_the_next_pixel():
+    image = torch.arange(6.0, dtype=torch.float64).view(1, 1, 2, 3)
+    image_size, ones = (2, 3), torch.ones(1, 1, 2, 3, dtype=torch.float64)
+    expected = {(1, 0): [[1, 2, 0], [4, 5, 0]], (0, 1): [[3, 4, 5], [0, 0, 0]]}
+    for offset, read in expected.items():
+        step = torch.tensor(offset, dtype=torch.float64)[None, :, None, None] * pixel_size(1, image_size)
+        found = sampled(image, tap_grid(1, image_size) + step, ones)[0, 0]
+        assert torch.allclose(found, torch.tensor(read, dtype=torch.float64))
+
+
+def test_samples_lie_tap_by_tap_and_are_weighted():
+    image = torch.stack([torch.full((2, 3), 1.0), torch.full((2, 3), 10.0)])[None].double()
+    weight = torch.arange(1.0, 3.0, dtype=torch.float64).view(1, 2, 1, 1).expand(1, 2, 2, 3)
+    places = tap_grid(1, (2, 3)).repeat(1, 2, 1, 1)
+    assert sampled(image, places, weight)[0, :, 1, 2].tolist() == pytest.approx([1, 10, 2, 20])
+
+
 def test_exported_graph_holds_the_grid_as_a_constant():
-    _, sampled, x = pair(3, 1.0, (6, 9))
-    made = rewrite(sampled.float(), (), example_inputs=(x.float(),)).model
+    _, form, x = pair(3, 1.0, (6, 9))
+    made = rewrite(form.float(), (), example_inputs=(x.float(),)).model
     for inputs, expected in ((x.float(), 0), (torch.zeros(1, 3, 4, 4), 1)):
         graph = torch.export.export(copy.deepcopy(made), (inputs,)).graph
         computed = sum("arange" in str(node.target) for node in graph.nodes)
@@ -114,9 +183,9 @@ def test_a_constant_has_the_dtype_of_what_it_meets():
 
 
 def test_a_grid_sample_form_works_after_a_change_of_dtype():
-    deform, sampled, x = pair(3, 1.0, (6, 9))
+    deform, form, x = pair(3, 1.0, (6, 9))
     with torch.no_grad():
-        back_and_forth = sampled.float().double()(x)
+        back_and_forth = form.float().double()(x)
         there = deform.float().double()(x)
     assert float((back_and_forth - there).abs().max()) <= 1e-11
 

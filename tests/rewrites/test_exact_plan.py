@@ -99,20 +99,29 @@ class BorderRepeated(GridSampleConv):
 def offsets_swapped(module):
     """dx where dy belongs."""
     for parameter in module.offset_conv.parameters():
-        parameter.data = parameter.data.roll(len(parameter) // 2, 0)
+        parameter.data = parameter.data.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
 
 
 def taps_before_channels(module):
-    weight = module.tap_conv.weight.data
-    taps = weight.view(len(weight), -1, module.kernel**2)
-    module.tap_conv.weight.data = taps.transpose(1, 2).reshape(weight.shape)
+    for conv, taps in zip(module.tap_convs, module.taps, strict=True):
+        weight = conv.weight.data
+        conv.weight.data = weight.view(len(weight), taps, -1).transpose(1, 2).reshape(weight.shape)
+
+
+def taps_reversed(module):
+    """The last tap's weights where the first tap's belong, through all the convs."""
+    weight = torch.cat([conv.weight.data for conv in module.tap_convs], 1)
+    channels = module.offset_conv.in_channels
+    turned = weight.unflatten(1, (-1, channels)).flip(1).flatten(1, 2)
+    for conv, part in zip(module.tap_convs, turned.split([taps * channels for taps in module.taps], 1), strict=True):
+        conv.weight.data = part
 
 
 def columns_before_rows(module):
     def transposed(size):
         kernel = module.kernel
-        grid = tap_grid(kernel, size).view(kernel, kernel, *size, 2)
-        return grid.transpose(0, 1).reshape(1, kernel**2 * size[0], size[1], 2)
+        grid = tap_grid(kernel, size).view(kernel, kernel, 2, *size)
+        return grid.transpose(0, 1).reshape(1, 2 * kernel**2, *size)
 
     module.grid = FixedTensors(transposed)
 
@@ -214,6 +223,7 @@ SPOILED = {
     "outside is the border": (DECOMPOSE_DEFORM_CONV, as_class(BorderRepeated)),
     "x and y swapped": (DECOMPOSE_DEFORM_CONV, offsets_swapped),
     "taps before channels": (DECOMPOSE_DEFORM_CONV, taps_before_channels),
+    "taps in reverse": (DECOMPOSE_DEFORM_CONV, taps_reversed),
     "taps column by column": (DECOMPOSE_DEFORM_CONV, columns_before_rows),
     "modulator a little off": (DECOMPOSE_DEFORM_CONV, modulator_off),
     "grid through float32": (DECOMPOSE_DEFORM_CONV, grid_in_float32),

@@ -1,0 +1,306 @@
+"""Convolutions cut over their channels, and channels filled up with zeros: widths that suit the NPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial, reduce
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lumen_lab.errors import RewriteError
+from lumen_lab.network.decoder import Decoder
+from lumen_lab.rewrites.convolution import has_hooks
+from lumen_lab.rewrites.record import Constraint, Rewrite, Site, with_weights
+from lumen_lab.specs import Exact
+
+VECTOR_CHANNELS = 32  # of one tile of HTP's memory layout
+
+
+class InputSplitConv(nn.Module):
+    """A conv as the sum of convs that each read a slice of the channels (of every group); the first has the bias."""
+
+    def __init__(self, parts: list[nn.Conv2d]):
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.groups = parts[0].groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        read = 0
+        outputs = []
+        for part in self.parts:
+            width = part.in_channels // self.groups
+            outputs.append(part(self.slice_of(x, read, read + width)))
+            read += width
+        return reduce(torch.add, outputs)
+
+    def slice_of(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Channels ``start`` to ``stop`` of every group: (N, groups · (stop − start), H, W)."""
+        if self.groups == 1:
+            return x[:, start:stop]
+        per_group = x.shape[1] // self.groups
+        firsts = range(0, x.shape[1], per_group)
+        return torch.cat([x[:, first + start : first + stop] for first in firsts], 1)
+
+
+class OutputSplitConv(nn.Module):
+    """A conv as the concatenation of convs that each give some of the channels.
+
+    ``reads``: for each part the (start, stop) of the channels it reads, which are all of them in a conv without
+    groups.
+    """
+
+    def __init__(self, parts: list[nn.Conv2d], reads: list[tuple[int, int]]):
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.reads = tuple(reads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([part(self.slice_of(x, *read)) for part, read in zip(self.parts, self.reads, strict=True)], 1)
+
+    @staticmethod
+    def slice_of(x: Tensor, start: int, stop: int) -> Tensor:
+        return x if stop - start == x.shape[1] else x[:, start:stop]
+
+
+def slices(channels: int, max_channels: int) -> list[tuple[int, int]]:
+    """(start, stop) of the fewest slices no wider than ``max_channels``, in whole tiles of 32 where that fits."""
+    count = -(-channels // max_channels)
+    even = -(-channels // count)
+    tiles = -(-even // VECTOR_CHANNELS) * VECTOR_CHANNELS
+    width = tiles if tiles <= max_channels else even
+    return [(start, min(start + width, channels)) for start in range(0, channels, width)]
+
+
+def part_of(conv: nn.Conv2d, weight: Tensor, bias: Tensor | None, groups: int) -> nn.Conv2d:
+    """A conv that slides like ``conv``, with copies of some of its weights and of its bias."""
+    new = nn.Conv2d(
+        weight.shape[1] * groups,
+        weight.shape[0],
+        conv.kernel_size,
+        conv.stride,
+        conv.padding,
+        conv.dilation,
+        groups,
+        bias=bias is not None,
+    ).to(weight)
+    with torch.no_grad():
+        new.weight.copy_(weight)
+        if bias is not None:
+            new.bias.copy_(bias)
+    return new
+
+
+def _split_over_inputs(max_channels: int, site: Site) -> dict[str, nn.Module]:
+    conv: nn.Conv2d = site.module
+    parts = [
+        part_of(conv, conv.weight[:, start:stop], None if start else conv.bias, conv.groups)
+        for start, stop in slices(conv.weight.shape[1], max_channels)
+    ]
+    return {site.path: InputSplitConv(parts)}
+
+
+def output_slices(conv: nn.Conv2d, max_channels: int) -> Iterator[tuple[int, int, int]]:
+    """(first output, last output + 1, groups) of each part: whole groups where they fit, slices of one otherwise."""
+    per_group = conv.out_channels // conv.groups
+    if conv.groups > 1 and per_group <= max_channels:
+        taken = max_channels // per_group
+        for first in range(0, conv.groups, taken):
+            last = min(first + taken, conv.groups)
+            yield first * per_group, last * per_group, last - first
+        return
+    for group in range(conv.groups):
+        for start, stop in slices(per_group, max_channels):
+            yield group * per_group + start, group * per_group + stop, 1
+
+
+def _split_over_outputs(max_channels: int, site: Site) -> dict[str, nn.Module]:
+    conv: nn.Conv2d = site.module
+    per_group_in, per_group_out = conv.weight.shape[1], conv.out_channels // conv.groups
+    parts, reads = [], []
+    for start, stop, groups in output_slices(conv, max_channels):
+        bias = None if conv.bias is None else conv.bias[start:stop]
+        parts.append(part_of(conv, conv.weight[start:stop], bias, groups))
+        first = start // per_group_out * per_group_in
+        reads.append((first, first + groups * per_group_in))
+    return {site.path: OutputSplitConv(parts, reads)}
+
+
+def _unlike_a_conv(site: Site) -> str | None:
+    conv = site.module
+    if type(conv) is not nn.Conv2d:
+        return f"it is a {type(conv).__name__}, which may compute something else than a Conv2d"
+    if conv.padding_mode != "zeros":
+        return f"it pads with '{conv.padding_mode}', and the parts would pad with zeros"
+    if has_hooks(conv):
+        return "it has hooks, which its parts would lose; remove them first"
+    return None
+
+
+def _narrow_inputs(max_channels: int, site: Site) -> str | None:
+    width = site.module.weight.shape[1]
+    if width <= max_channels:
+        return f"it reads no more than {max_channels} channels" + (" a group" if site.module.groups > 1 else "")
+    return _unlike_a_conv(site)
+
+
+def _narrow_outputs(max_channels: int, site: Site) -> str | None:
+    if site.module.out_channels <= max_channels:
+        return f"it gives no more than {max_channels} channels"
+    return _unlike_a_conv(site)
+
+
+def checked_channels(name: str, value: int) -> int:
+    """The value itself; ``RewriteError`` unless it is a whole number above 0."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise RewriteError(f"{name} is a whole number of channels from 1 on, asked for {value!r}; 1024 or 32 would do.")
+    return value
+
+
+MEASURED = "compiles for SM8850 with onnxruntime-qnn 2.7.0 (QAIRT 2.51): tests/benchmarks/convolution_traffic.py"
+PADDED_FIRST = Constraint("pad_channels", "it fills the channels of whole convs up, not those of their parts")
+FOLDED_FIRST = Constraint("fold_batch_norm", "a norm is folded into the one conv before it, not into parts of it")
+
+
+def split_conv_over_inputs(max_channels: int = 1024) -> Rewrite:
+    """Every conv that reads more than ``max_channels`` channels becomes a sum of convs that read no more."""
+    checked_channels("max_channels", max_channels)
+    return Rewrite(
+        name="split_conv_over_inputs",
+        replaces=nn.Conv2d,
+        built=partial(_split_over_inputs, max_channels),
+        refused=partial(_narrow_inputs, max_channels),
+        claim=Exact(),
+        because="the conv on the 3072 channels of image tiles moves 35.8 MB of DRAM whole and 16.4 MB as three convs "
+        "in float16, where its input is spilled; in INT8 this compiler needs it no more (5.2 MB either way)",
+        source=MEASURED,
+        after=(PADDED_FIRST, FOLDED_FIRST),
+        code=f"split_conv_over_inputs(max_channels={max_channels})",
+    )
+
+
+def split_conv_over_outputs(max_channels: int = 1024) -> Rewrite:
+    """Every conv that gives more than ``max_channels`` channels becomes a concatenation of convs that give fewer."""
+    checked_channels("max_channels", max_channels)
+    return Rewrite(
+        name="split_conv_over_outputs",
+        replaces=nn.Conv2d,
+        built=partial(_split_over_outputs, max_channels),
+        refused=partial(_narrow_outputs, max_channels),
+        claim=Exact(),
+        because="a conv that gives very many channels holds all its weights on chip at once; parts take turns",
+        source=MEASURED,
+        after=(
+            PADDED_FIRST,
+            FOLDED_FIRST,
+            Constraint("split_conv_over_inputs", "a conv that is wide on both sides is cut over its inputs first"),
+        ),
+        code=f"split_conv_over_outputs(max_channels={max_channels})",
+    )
+
+
+SPLIT_CONV_OVER_INPUTS = split_conv_over_inputs()
+SPLIT_CONV_OVER_OUTPUTS = split_conv_over_outputs()
+
+
+# Padding: a conv that makes a few channels, and the convs that read them
+
+GATES, TILES = (4, 3, 2), (5, 4, 3, 2, 1)
+CHANNEL_GROUPS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    *(((f"ipt_blk{level}.conv1",), (f"ipt_blk{level}.conv_out",)) for level in TILES),
+    *(((f"ipt_blk{level + 1}.conv_out",), (f"decoder_block{level}.conv_in",)) for level in (4, 3, 2, 1)),
+    (("ipt_blk1.conv_out",), ("conv_out1.0",)),
+    *(
+        (
+            (f"gdt_convs_{level}.0", f"gdt_convs_{level}.1"),
+            (f"gdt_convs_attn_{level}.0", f"gdt_convs_pred_{level}.0"),
+        )
+        for level in GATES
+    ),
+)
+"""Inside the decoder: the modules that make some channels, and those that read them as their last input channels."""
+
+
+def padded_conv(conv: nn.Conv2d, more_outputs: int, more_inputs: int) -> nn.Conv2d:
+    """The conv with zero weights for further channels behind its own."""
+    weight = F.pad(conv.weight, (0, 0, 0, 0, 0, more_inputs, 0, more_outputs))
+    return with_weights(conv, weight, None if conv.bias is None else F.pad(conv.bias, (0, more_outputs)))
+
+
+def padded_norm(norm: nn.BatchNorm2d, more: int) -> nn.BatchNorm2d:
+    """The norm with further channels that leave zeros as they are (mean 0, variance 1, no shift)."""
+    new = nn.BatchNorm2d(norm.num_features + more, eps=norm.eps, momentum=norm.momentum).to(norm.weight)
+    fill = {"weight": 1.0, "running_var": 1.0}
+    state = {
+        name: F.pad(v, (0, more), value=fill.get(name, 0.0)) if v.ndim else v for name, v in norm.state_dict().items()
+    }
+    new.load_state_dict(state)
+    return new
+
+
+def missing_channels(decoder: dict[str, nn.Module], multiple: int) -> Iterator[tuple[tuple, tuple, int]]:
+    """(makers, readers, channels to add) of every group of ``CHANNEL_GROUPS`` that is no multiple and can be padded."""
+    for makers, readers in CHANNEL_GROUPS:
+        made, read = ([decoder.get(path) for path in side] for side in (makers, readers))
+        plain = type(made[0]) is nn.Conv2d and all(type(module) is nn.Conv2d for module in read)
+        if plain and all(type(module) in (nn.BatchNorm2d, nn.Identity) for module in made[1:]):
+            missing = -made[0].out_channels % multiple
+            if missing and made[0].groups == 1 and not any(map(has_hooks, made + read)):
+                yield makers, readers, missing
+
+
+def inside(site: Site) -> tuple[str, dict[str, nn.Module]]:
+    """The prefix of paths inside the site, and the modules there by their path from it."""
+    prefix = f"{site.path}." if site.path else ""
+    return prefix, {path.removeprefix(prefix): m for path, m in site.modules.items() if path.startswith(prefix)}
+
+
+def _padded(multiple: int, site: Site) -> dict[str, nn.Module]:
+    prefix, decoder = inside(site)
+    outputs, inputs = Counter(), Counter()
+    for makers, readers, missing in missing_channels(decoder, multiple):
+        outputs.update(dict.fromkeys(makers, missing))
+        inputs.update(dict.fromkeys(readers, missing))
+    built = {}
+    for path in dict.fromkeys([*outputs, *inputs]):
+        module = decoder[path]
+        if isinstance(module, nn.Conv2d):
+            built[prefix + path] = padded_conv(module, outputs[path], inputs[path])
+        elif isinstance(module, nn.BatchNorm2d):
+            built[prefix + path] = padded_norm(module, outputs[path])
+    return built
+
+
+def _nothing_to_pad(multiple: int, site: Site) -> str | None:
+    if next(missing_channels(inside(site)[1], multiple), None) is None:
+        return f"between its convs there are multiples of {multiple} channels everywhere"
+    return None
+
+
+def pad_channels(multiple: int = VECTOR_CHANNELS) -> Rewrite:
+    """Channels that pass from conv to conv inside the decoder are filled up to a multiple with zeros.
+
+    Padded where whole groups of convs can be (image tiles, gates), so that nothing is sliced off again; the zeros stay
+    zeros in training, since no gradient reaches them.
+    """
+    checked_channels("multiple", multiple)
+    return Rewrite(
+        name="pad_channels",
+        replaces=Decoder,
+        built=partial(_padded, multiple),
+        refused=partial(_nothing_to_pad, multiple),
+        claim=Exact(),
+        because="HTP's memory layout holds 32 channels to a tile; this compiler fills them up itself (16, 24 and 48 "
+        "channels cost the bytes and tiles of 32, 32 and 64, float16 and INT8): needed by a compiler that does not",
+        source=MEASURED,
+        after=(
+            Constraint("fold_full_resolution_tail", "the channels between the convs of the tail are gone then"),
+            Constraint("substitute_slim_tail", "the channels between the convs of the tail are gone then"),
+        ),
+        code=f"pad_channels(multiple={multiple})",
+    )
+
+
+PAD_CHANNELS = pad_channels()

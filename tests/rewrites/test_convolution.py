@@ -1,0 +1,148 @@
+"""Norms folded into what the deformable convs have become, and where the norm's output goes on."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from lumen_lab.network.deform import AsppBranch
+from lumen_lab.network.golden import golden_state_dict
+from lumen_lab.rewrites import check_plan, rewrite
+from lumen_lab.rewrites.convolution import DEFORM_REWRITES, FOLD_BATCH_NORM, scale_and_shift, summed_convs
+from lumen_lab.rewrites.deform import DECOMPOSE_DEFORM_CONV
+from lumen_lab.rewrites.deform_shifts import APPROXIMATE_DEFORM_CONV_BY_SHIFTS
+from lumen_lab.rewrites.deform_substitutes import (
+    SUBSTITUTE_MODULATED_CONV,
+    SUBSTITUTE_PLAIN_CONV,
+    SUBSTITUTE_SEPARABLE_CONV,
+)
+
+DEFORM = (
+    DECOMPOSE_DEFORM_CONV,
+    APPROXIMATE_DEFORM_CONV_BY_SHIFTS,
+    SUBSTITUTE_MODULATED_CONV,
+    SUBSTITUTE_PLAIN_CONV,
+    SUBSTITUTE_SEPARABLE_CONV,
+)
+SAMPLE = torch.randn(2, 4, 9, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def golden(module):
+    """``module`` with golden weights, in eval mode and float64; norms with statistics far from a fresh one's."""
+    module.load_state_dict(golden_state_dict(module.state_dict()))
+    for norm in (part for part in module.modules() if isinstance(part, nn.BatchNorm2d)):
+        norm.running_mean.uniform_(-1, 1)
+        norm.running_var.uniform_(0.5, 2)
+    return module.double().eval()
+
+
+@pytest.fixture(scope="module", params=[1, 3, 7])
+def branch(request):
+    torch.manual_seed(request.param)
+    return golden(nn.Sequential(AsppBranch(4, 6, request.param)))
+
+
+def test_the_order_names_every_way_to_write_a_deformable_conv():
+    assert {rule.name for rule in DEFORM} == set(DEFORM_REWRITES) == {c.other for c in FOLD_BATCH_NORM.after}
+
+
+@pytest.mark.parametrize("rule", DEFORM, ids=lambda rule: rule.name)
+def test_a_norm_is_folded_into_whatever_the_deformable_conv_has_become(branch, rule):
+    before = rewrite(branch, (rule,), example_inputs=(SAMPLE,)).model
+    done = rewrite(before, (FOLD_BATCH_NORM,), example_inputs=(SAMPLE,))
+    (entry,) = done.log.applied()
+    assert entry.replaced[-1] == "0.bn" and all(path.startswith("0.atrous_conv") for path in entry.replaced[:-1])
+    assert isinstance(done.model[0].bn, nn.Identity)
+    table = check_plan(before, (FOLD_BATCH_NORM,), samples=[SAMPLE])
+    assert table.passed, table.failed
+
+
+def parts_of(branch):
+    return rewrite(branch, (DECOMPOSE_DEFORM_CONV,), example_inputs=(SAMPLE,)).model
+
+
+def test_a_sum_of_convs_takes_the_shift_once():
+    torch.manual_seed(0)
+    before = parts_of(golden(nn.Sequential(AsppBranch(4, 6, 7))))
+    after = rewrite(before, (FOLD_BATCH_NORM,), example_inputs=(SAMPLE,)).model
+    convs = after[0].atrous_conv.tap_convs
+    assert len(convs) > 1
+    assert [conv.bias is not None for conv in convs] == [True] + [False] * (len(convs) - 1)
+
+
+def shift_in_every_part(modules, norm):
+    _, shift = scale_and_shift(norm)
+    for conv in (module for module in modules.values() if isinstance(module, nn.Conv2d)):
+        conv.bias = nn.Parameter(shift.clone())
+
+
+def last_part_left_as_it_was(modules, norm):
+    scale, _ = scale_and_shift(norm)
+    *_, conv = (module for module in modules.values() if isinstance(module, nn.Conv2d))
+    conv.weight.data /= scale[:, None, None, None]
+
+
+def first_weight_nudged(modules, norm):
+    next(iter(modules.values())).weight.data[0, 0] *= 1.001
+
+
+@pytest.mark.parametrize("harm", [shift_in_every_part, last_part_left_as_it_was, first_weight_nudged])
+def test_a_spoiled_fold_into_a_sum_fails(harm):
+    def built(site):
+        modules = FOLD_BATCH_NORM.built(site)
+        harm(modules, site.module)
+        return modules
+
+    torch.manual_seed(0)
+    before = parts_of(golden(nn.Sequential(AsppBranch(4, 6, 7))))
+    table = check_plan(before, (dataclasses.replace(FOLD_BATCH_NORM, built=built),), samples=[SAMPLE])
+    assert {verdict.name for verdict in table.failed} == {"fold_batch_norm", "whole network"}
+
+
+class ReadTwice(nn.Module):
+    """A norm whose output two others read, and a norm behind a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        self.second, self.other = nn.BatchNorm2d(4, affine=False), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        y = self.norm(self.conv(x))
+        return self.second(y).relu() + self.other(y)
+
+
+def test_a_norms_output_may_have_several_readers():
+    torch.manual_seed(0)
+    model = golden(ReadTwice())
+    once = rewrite(model, (FOLD_BATCH_NORM,), example_inputs=(SAMPLE,))
+    assert [entry.replaced for entry in once.log.applied()] == [("conv", "norm")]
+    with torch.no_grad():
+        assert float((once.model(SAMPLE) - model(SAMPLE)).abs().max()) <= 1e-12
+    again = rewrite(once.model, (FOLD_BATCH_NORM,), example_inputs=(SAMPLE,))
+    assert again.log.applied() == []  # the conv now feeds the second norm through the Identity, and another conv
+
+
+def test_of_norms_behind_each_other_the_first_is_folded_and_the_second_left():
+    """The Identity that a fold leaves counts as a reader of the conv: refused rather than guessed."""
+    torch.manual_seed(0)
+    model = golden(nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.BatchNorm2d(4, affine=False)))
+    once = rewrite(model, (FOLD_BATCH_NORM,), example_inputs=(SAMPLE,)).model
+    twice = rewrite(once, (FOLD_BATCH_NORM,), example_inputs=(SAMPLE,))
+    assert [type(module) for module in twice.model] == [nn.Conv2d, nn.Identity, nn.BatchNorm2d]
+    with torch.no_grad():
+        assert float((twice.model(SAMPLE) - model(SAMPLE)).abs().max()) <= 1e-12
+
+
+def test_a_conv_that_pads_by_reflection_keeps_its_norm():
+    model = golden(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), nn.BatchNorm2d(4)))
+    (entry,) = rewrite(model, (FOLD_BATCH_NORM,), example_inputs=(SAMPLE,)).log.entries
+    assert "does not pad with zeros" in entry.refused
+
+
+def test_what_is_no_conv_is_no_sum_of_convs():
+    from lumen_lab.rewrites.record import Site
+
+    site = Site("b", nn.BatchNorm2d(4), ((1, 4, 8, 8),), "a", {"a": nn.ReLU()})
+    assert summed_convs(site) == {}
