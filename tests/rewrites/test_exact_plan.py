@@ -49,16 +49,16 @@ def test_the_plan_passes_on_every_site_at_sizes_that_are_not_square(tiny):
     sites = {row["check"]: row["sites"] for row in table.summary()}
     assert list(sites) == [*(rule.name for rule in EXACT_PLAN), "whole network"]
     assert sites["decompose_deform_conv"] == 20
-    assert sites["convert_image_tiles_to_4d"] == 5
+    assert sites["convert_image_tiles_to_4d"] == 4  # the folded tail cuts none
     assert sites["convert_cyclic_shift_to_padding"] == 4
     assert sites["convert_window_partition_to_4d"] == sites["convert_window_merge_to_4d"] == 8
     assert all(verdict.samples >= 2 for verdict in table.verdicts)
     moved = [v for v in table.verdicts if v.claim == "exact, bit for bit"]
-    assert len(moved) == 21
+    assert len(moved) == 8 + 8 + 4
     assert {v.max_abs for v in moved} == {0.0}
 
 
-@pytest.mark.parametrize("rule", EXACT_PLAN, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", PART, ids=lambda rule: rule.name)
 def test_each_rewrite_alone_passes_on_a_part_of_the_network(parts, rule):
     module, samples = parts[PART[rule]]
     table = check_plan(module, (rule,), samples=samples)

@@ -11,7 +11,7 @@ from lumen_lab.errors import ArtifactError, RewriteError
 from lumen_lab.network.decoder import ImageTiles
 from lumen_lab.network.deform import DeformableConv2d
 from lumen_lab.network.swin import CyclicShift, SwinBlock, WindowPartition
-from lumen_lab.rewrites import EXACT_PLAN, RewriteLog, check_plan, rewrite
+from lumen_lab.rewrites import EXACT_PLAN, LUMEN_PLAN, RewriteLog, check_plan, rewrite
 from lumen_lab.rewrites.attention import CONVERT_CYCLIC_SHIFT_TO_PADDING, CONVERT_WINDOW_PARTITION_TO_4D, PaddedShift
 from lumen_lab.rewrites.convolution import FOLD_BATCH_NORM
 from lumen_lab.rewrites.deform import DECOMPOSE_DEFORM_CONV, RECOMPOSE_DEFORM_CONV, GridSampleConv
@@ -53,7 +53,8 @@ def test_every_new_module_says_which_rewrite_made_it(tiny, rewritten):
         assert {rewritten.model.get_submodule(path).rewritten_by for path in entry.replaced} == {entry.rewrite}
     old, new = dict(tiny.named_modules()), dict(rewritten.model.named_modules())
     changed = [path for path, module in old.items() if path in new and type(new[path]) is not type(module)]
-    assert len(changed) == 20 + 5 + 8 + 8 + 8 + 43
+    tail_and_tile_conv = 4
+    assert len(changed) == 20 + 4 + 8 + 8 + 8 + 8 + 43 + tail_and_tile_conv
     assert all(hasattr(new[path], "rewritten_by") for path in changed)
 
 
@@ -85,16 +86,19 @@ def test_the_log_counts_sites_and_gives_reasons(rewritten):
     rows = {row["rewrite"]: row for row in rewritten.log.rows()}
     assert list(rows) == [rule.name for rule in EXACT_PLAN]
     assert {name: row["sites"] for name, row in rows.items()} == {
-        "decompose_deform_conv": 20,
-        "convert_image_tiles_to_4d": 5,
         "convert_cyclic_shift_to_padding": 4,
         "convert_window_partition_to_4d": 8,
         "convert_window_merge_to_4d": 8,
+        "split_attention_by_heads": 8,
+        "decompose_deform_conv": 20,
+        "fold_full_resolution_tail": 1,
+        "convert_image_tiles_to_4d": 4,
         "fold_batch_norm": 43,
+        "split_conv_over_inputs": 1,
     }
     shift = rows["convert_cyclic_shift_to_padding"]
     assert (shift["refused"], shift["why refused"]) == (4, "this block does not shift its windows")
-    assert len(rewritten.log.applied()) == 88
+    assert len(rewritten.log.applied()) == 97
 
 
 def test_the_log_is_saved_and_read_again(rewritten, tmp_path):
@@ -309,3 +313,21 @@ def test_a_norm_that_is_more_than_its_numbers_is_not_folded(harm):
     done = rewrite(module, (FOLD_BATCH_NORM,), example_inputs=torch.zeros(1, 3, 4, 4))
     (entry,) = done.log.entries
     assert entry.refused and ("hooks" in entry.refused or "statistics" in entry.refused)
+
+
+def test_one_pass_for_shapes_serves_several_rewrites_and_finds_what_a_pass_for_each_finds(tiny, monkeypatch):
+    from lumen_lab.rewrites import plan as plan_module
+
+    passes = []
+    real = plan_module.watch_flow
+    monkeypatch.setattr(plan_module, "watch_flow", lambda *given: passes.append(1) or real(*given))
+    at_once = rewrite(tiny, LUMEN_PLAN)
+    assert len(passes) < len(LUMEN_PLAN) - 3
+    one_by_one, entries = tiny, []
+    for rule in LUMEN_PLAN:
+        done = rewrite(one_by_one, (rule,), example_inputs=(torch.zeros(1, 3, 64, 96),))
+        one_by_one, entries = done.model, entries + list(done.log.entries)
+    assert list(at_once.log.entries) == entries
+    image = torch.randn(1, 3, 64, 96)
+    with torch.no_grad():
+        assert torch.equal(at_once.model(image), one_by_one(image))
