@@ -21,7 +21,7 @@ from lumen_lab.network.swin import (
     WindowMerge,
     WindowPartition,
 )
-from lumen_lab.rewrites.record import Constraint, FixedTensors, Rewrite, Site
+from lumen_lab.rewrites.record import SIZES_FIRST, Constraint, FixedTensors, Rewrite, Site
 from lumen_lab.specs import Exact
 
 NOTHING = (0, 0, 0, 0, 0, 0)
@@ -128,6 +128,7 @@ WINDOWS_FIRST = tuple(
     Constraint(name, "it builds the blocks anew with other windows, and finds none in what has been rewritten")
     for name in ("substitute_window", "substitute_global_window")
 )
+SIZES_AND_WINDOWS_FIRST = (SIZES_FIRST, *WINDOWS_FIRST)
 
 CONVERT_WINDOW_PARTITION_TO_4D = Rewrite(
     name="convert_window_partition_to_4d",
@@ -156,8 +157,9 @@ CONVERT_CYCLIC_SHIFT_TO_PADDING = Rewrite(
     built=_padded_shift,
     refused=_not_shifted,
     claim=Exact(),
-    because="a roll is two slices and a concat on each axis, twice a block, and its mask is built in the graph; one "
-    "pad, one slice and one finite constant quantise with one encoding (float16 compiles either way)",
+    because="a roll is two slices and a concat on each axis, twice a block, and its mask says for each pair of tokens "
+    "what padding says for each key. This compiler takes either: with windows of 7 padding saves a third of the DRAM "
+    "of stage 1 at 640 for 7 to 24 % more tiles; with windows of 8 or 16 the roll is the cheaper one",
     source="Swin, figure 4 (the roll is an optimisation of padding); Lumen Cutout's published recipe",
-    after=WINDOWS_FIRST,
+    after=SIZES_AND_WINDOWS_FIRST,
 )

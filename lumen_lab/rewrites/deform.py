@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from lumen_lab.errors import RewriteError
 from lumen_lab.network.deform import DeformableConv2d
-from lumen_lab.rewrites.record import FixedTensors, Rewrite, Site, with_weights
+from lumen_lab.rewrites.record import SIZES_FIRST, FixedTensors, Rewrite, Site, with_weights
 from lumen_lab.specs import Exact
 
 TAPS_AT_ONCE = 14  # two rows of a 7×7 kernel
@@ -145,6 +145,7 @@ def decompose_deform_conv(*, taps_at_once: int = TAPS_AT_ONCE) -> Rewrite:
         replaces=DeformableConv2d,
         built=partial(_decomposed, taps_at_once),
         claim=Exact(),
+        after=(SIZES_FIRST,),
         because="the NPU compiler has no DeformConv; GridSample, Mul and 1×1 Convs compute the same numbers",
         source="onnxruntime-qnn 2.7.0 (QAIRT 2.51): DeformConv is left on the CPU; DCNv2, equation 1",
         code="" if taps_at_once == TAPS_AT_ONCE else f"decompose_deform_conv(taps_at_once={taps_at_once})",

@@ -18,15 +18,12 @@ from lumen_lab.rewrites.resolution import CONVERT_IMAGE_TILES_TO_4D
 from lumen_lab.rewrites.tail import FOLD_FULL_RESOLUTION_TAIL, SUBSTITUTE_SLIM_TAIL
 from lumen_lab.rewrites.windows import SUBSTITUTE_GLOBAL_WINDOW, SUBSTITUTE_WINDOW
 
-STATIC_WINDOWS: Plan = (
-    CONVERT_CYCLIC_SHIFT_TO_PADDING,
-    CONVERT_WINDOW_PARTITION_TO_4D,
-    CONVERT_WINDOW_MERGE_TO_4D,
-)
-"""Windows cut, shifted and merged without roll and rank six: a part of every plan."""
+WINDOWS_IN_4D: Plan = (CONVERT_WINDOW_PARTITION_TO_4D, CONVERT_WINDOW_MERGE_TO_4D)
+"""Windows cut and merged below rank five: a part of every plan."""
 
 EXACT_PLAN: Plan = (
-    *STATIC_WINDOWS,
+    CONVERT_CYCLIC_SHIFT_TO_PADDING,
+    *WINDOWS_IN_4D,
     SPLIT_ATTENTION_BY_HEADS,
     DECOMPOSE_DEFORM_CONV,
     FOLD_FULL_RESOLUTION_TAIL,
@@ -39,7 +36,8 @@ EXACT_PLAN: Plan = (
 LUMEN_PLAN: Plan = (
     SUBSTITUTE_INPUT_PATHS,
     SUBSTITUTE_GLOBAL_WINDOW,
-    *STATIC_WINDOWS,
+    CONVERT_CYCLIC_SHIFT_TO_PADDING,
+    *WINDOWS_IN_4D,
     REDUCE_ATTENTION_RANK,
     SUBSTITUTE_PLAIN_CONV,
     SUBSTITUTE_SLIM_TAIL,
@@ -53,7 +51,7 @@ LEAN_PLAN: Plan = (
     SUBSTITUTE_INPUT_PATHS,
     SUBSTITUTE_GLOBAL_WINDOW,
     SUBSTITUTE_WINDOW,
-    *STATIC_WINDOWS,
+    *WINDOWS_IN_4D,
     SPLIT_ATTENTION_BY_HEADS,
     DECOMPOSE_DEFORM_CONV,
     FOLD_FULL_RESOLUTION_TAIL,
@@ -61,4 +59,7 @@ LEAN_PLAN: Plan = (
     FOLD_BATCH_NORM,
     SPLIT_CONV_OVER_INPUTS,
 )
-"""The same two input paths with exact deformable convs, heads and tail, and windows of 8: less to train and to move."""
+"""The same two input paths with exact deformable convs, heads and tail, and windows of 8: less to train and to move.
+
+The roll stays: windows of 8 fit the maps, and padding would add windows (tests/benchmarks/attention_traffic.py).
+"""

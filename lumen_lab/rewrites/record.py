@@ -43,6 +43,10 @@ class Constraint:
     because: str
 
 
+SIZES_FIRST = Constraint("substitute_input_paths", "constants are made for the sizes that flow when it is applied")
+"""Declared by what makes constants that depend on a map's size."""
+
+
 @dataclass(frozen=True)
 class Rewrite:
     """One way to write part of a network differently.

@@ -24,7 +24,7 @@ from lumen_lab.deploy.onnx_export import export_onnx
 from lumen_lab.network.config import LITE
 from lumen_lab.network.decoder import FullResolutionTail, TileBlock, resize
 from lumen_lab.rewrites import rewrite
-from lumen_lab.rewrites.channels import split_conv_over_inputs
+from lumen_lab.rewrites.channels import split_conv_over_inputs, split_conv_over_outputs
 from lumen_lab.rewrites.input_paths import encoder_size
 from lumen_lab.rewrites.plan import Plan
 from lumen_lab.rewrites.resolution import CONVERT_IMAGE_TILES_TO_4D
@@ -92,6 +92,23 @@ def pair(channels: tuple[int, int, int], kernel: int = 3) -> nn.Module:
     return nn.Sequential(nn.Conv2d(before, between, 3, padding=1), nn.ReLU(), second)
 
 
+def wide_output() -> nn.Module:
+    """The context block's last conv, as BiRefNet-lite has it."""
+    return nn.Sequential(nn.Conv2d(64, 1536, 3, padding=1))
+
+
+class Aspp(nn.Module):
+    """Five maps of 256 channels side by side, and the 1×1 conv that reads them."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Conv2d(64, 256, 1) for _ in range(5))
+        self.conv = nn.Conv2d(1280, 64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(torch.cat([branch(x).relu() for branch in self.branches], 1))
+
+
 def tile_conv() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3 * 32**2, LITE.tile_width, 3, padding=1))
 
@@ -110,6 +127,10 @@ CASES: dict[str, Case] = {
     "tail: slim, 16 channels, blocks of 4": (Tail, (substitute_slim_tail(16, block=4),), IMAGE),
     "tile conv: whole": (tile_conv, (), (3072, 32, 32)),
     **{f"tile conv: in {n}": (tile_conv, (split_conv_over_inputs(3072 // n),), (3072, 32, 32)) for n in (2, 3, 6)},
+    "wide output: whole": (wide_output, (), (64, 32, 32)),
+    "wide output: in 2": (wide_output, (split_conv_over_outputs(),), (64, 32, 32)),
+    "ASPP: whole": (Aspp, (), (64, 160, 160)),
+    "ASPP: in 2": (Aspp, (split_conv_over_inputs(),), (64, 160, 160)),
     "tiles at 640: as published": (lambda: Tiles(5, 4, 3, 2), (), (3, 640, 640)),
     "tiles at 640: rows": (lambda: Tiles(5, 4, 3, 2), TILES_4D, (3, 640, 640)),
     "tiles at 640: rows, conv in 3": (lambda: Tiles(5, 4, 3, 2), (*TILES_4D, split_conv_over_inputs()), (3, 640, 640)),
