@@ -19,7 +19,7 @@ SAME = 0.005  # a change of less than half a percent is drawn grey
 
 
 def cost_figure(table: CostTable, *, chip: str, plan: str) -> Figure:
-    """Left: DRAM traffic and tiles of each whole plan on ``chip``. Right: both without each rewrite of ``plan``, as ratios.
+    """Left: DRAM traffic and tiles of each whole plan. Right: both without each rewrite of ``plan``, as ratios.
 
     A bar to the right of 1 is what the rewrite saves. Hatched: the compiler left nodes on the CPU or made several
     partitions, so its figures are of a part of the network; a cross: it gave up. ``LumenError`` if the table has no
