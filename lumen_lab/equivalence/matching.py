@@ -158,10 +158,10 @@ def between_replaced(expected: Layers, found: Layers, replaced: Sequence[tuple[s
 
 
 def last_of(group: Sequence[str], *traces: Layers) -> str:
-    """The part of a group that runs last in an execution that has several; where none has, the last as listed."""
+    """The part of a group that runs last in an execution that has all of them; where none has, the last as listed."""
     for layers in traces:
         seen = [site for site, _ in layers if site in group]
-        if len(set(seen)) > 1:
+        if set(seen) == set(group):
             return seen[-1]
     return group[-1]
 
