@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from lumen_lab import load_network
-from lumen_lab.deploy.plan_costs import WHOLE, measure_costs, plan_cases
-from lumen_lab.rewrites import catalogue, plans
+from lumen_lab.deploy.plan_costs import measure_costs, plan_cases
+from lumen_lab.rewrites import plans
 from lumen_lab.rewrites.catalogue import CATALOGUE
 
 CHIPS = ("SM8850", "SM8650", "SM8450")
