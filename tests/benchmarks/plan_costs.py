@@ -1,8 +1,8 @@
 """What every rewrite buys: ``python tests/benchmarks/plan_costs.py --preset micro --json OUT.json``.
 
-Compiles the published network, every rewrite of the catalogue alone, each left out of the plan, and the plans whole, for
-three architectures (float16). Hours on two cores; rows already in ``--work`` are not made again. ``--preset lite`` uses
-golden weights, which prove graphs and not masks.
+Compiles the published network, every rewrite of the catalogue alone, each left out of the plan, and the plans whole,
+for three architectures (float16). Hours on two cores; rows already in ``--work`` are not made again. ``--preset lite``
+uses golden weights, which prove graphs and not masks.
 """
 
 from __future__ import annotations
