@@ -5,12 +5,14 @@ returns, once.
 """
 
 from lumen_lab.figures.contact import contact_sheet, learning_curve, reliability_diagram
+from lumen_lab.figures.costs import cost_figure
 from lumen_lab.figures.graph import macs_by_site, partition_strip
 from lumen_lab.figures.masks import difference_map, mask_grid, mask_overlay
 from lumen_lab.figures.offsets import offset_figure
 
 __all__ = [
     "contact_sheet",
+    "cost_figure",
     "difference_map",
     "learning_curve",
     "macs_by_site",

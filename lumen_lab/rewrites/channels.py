@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from lumen_lab.errors import RewriteError
 from lumen_lab.network.decoder import Decoder
 from lumen_lab.rewrites.convolution import has_hooks
-from lumen_lab.rewrites.record import Constraint, Rewrite, Site, with_weights
+from lumen_lab.rewrites.record import Constraint, Rewrite, Site, by_name, with_weights
 from lumen_lab.specs import Exact
 
 VECTOR_CHANNELS = 32  # of one tile of HTP's memory layout
@@ -210,8 +210,8 @@ def split_conv_over_outputs(max_channels: int = 1024) -> Rewrite:
     )
 
 
-SPLIT_CONV_OVER_INPUTS = split_conv_over_inputs(wider_than=2048)
-SPLIT_CONV_OVER_OUTPUTS = split_conv_over_outputs()
+SPLIT_CONV_OVER_INPUTS = by_name(split_conv_over_inputs(wider_than=2048))
+SPLIT_CONV_OVER_OUTPUTS = by_name(split_conv_over_outputs())
 
 
 # Padding: a conv that makes a few channels, and the convs that read them
@@ -312,4 +312,4 @@ def pad_channels(multiple: int = VECTOR_CHANNELS) -> Rewrite:
     )
 
 
-PAD_CHANNELS = pad_channels()
+PAD_CHANNELS = by_name(pad_channels())

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from lumen_lab.errors import RewriteError
 from lumen_lab.network.deform import DeformableConv2d
-from lumen_lab.rewrites.record import FixedTensors, Rewrite, Site, with_weights
+from lumen_lab.rewrites.record import FixedTensors, Rewrite, Site, by_name, with_weights
 from lumen_lab.specs import Bounded
 
 LEAST_RANGE_PX = 1e-3  # an offset that varies less over an input is a constant: stretching it would stretch rounding
@@ -207,4 +207,4 @@ def approximate_deform_conv_by_shifts(*, radius: int = 1) -> Rewrite:
     )
 
 
-APPROXIMATE_DEFORM_CONV_BY_SHIFTS = approximate_deform_conv_by_shifts()
+APPROXIMATE_DEFORM_CONV_BY_SHIFTS = by_name(approximate_deform_conv_by_shifts())

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lumen_lab.errors import RewriteError
 from lumen_lab.network.birefnet import InputPaths
 from lumen_lab.network.decoder import resize
-from lumen_lab.rewrites.record import Rewrite, Site
+from lumen_lab.rewrites.record import Rewrite, Site, by_name
 from lumen_lab.specs import Learned
 
 STRIDE = 32  # of the deepest encoder map: the image must be a multiple
@@ -69,4 +69,4 @@ def substitute_input_paths(ratio: float = 0.625) -> Rewrite:
     )
 
 
-SUBSTITUTE_INPUT_PATHS = substitute_input_paths()
+SUBSTITUTE_INPUT_PATHS = by_name(substitute_input_paths())

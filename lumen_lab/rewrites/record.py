@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +81,11 @@ class Rewrite:
     def expression(self) -> str:
         """Python that makes this record: the name of a constant, or a call with its parameters."""
         return self.code or self.name.upper()
+
+
+def by_name(rule: Rewrite) -> Rewrite:
+    """The rewrite with its default parameters, which code calls by the constant that holds it."""
+    return replace(rule, code="")
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from lumen_lab.errors import RewriteError
 from lumen_lab.network.decoder import FullResolutionTail, TileBlock, resize
 from lumen_lab.rewrites.channels import MEASURED, checked_channels
 from lumen_lab.rewrites.convolution import has_hooks
-from lumen_lab.rewrites.record import Constraint, Rewrite, Site, with_weights
+from lumen_lab.rewrites.record import Constraint, Rewrite, Site, by_name, with_weights
 from lumen_lab.specs import Exact, Learned
 
 TAPS = 9  # products of the hidden map that one output pixel reads: the rank of the image branch
@@ -182,7 +182,7 @@ def fold_full_resolution_tail(block: int = BLOCK) -> Rewrite:
     )
 
 
-FOLD_FULL_RESOLUTION_TAIL = fold_full_resolution_tail()
+FOLD_FULL_RESOLUTION_TAIL = by_name(fold_full_resolution_tail())
 
 
 # Slim: a few channels with a ReLU between them, so that training can make more of them than a linear map
@@ -243,4 +243,4 @@ def substitute_slim_tail(channels: int = 16, *, block: int = 1) -> Rewrite:
     )
 
 
-SUBSTITUTE_SLIM_TAIL = substitute_slim_tail()
+SUBSTITUTE_SLIM_TAIL = by_name(substitute_slim_tail())

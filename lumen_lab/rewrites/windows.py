@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lumen_lab.errors import RewriteError
 from lumen_lab.network.swin import SwinBlock, WindowAttention
-from lumen_lab.rewrites.record import Constraint, FixedTensors, Rewrite, Site
+from lumen_lab.rewrites.record import Constraint, FixedTensors, Rewrite, Site, by_name
 from lumen_lab.specs import Learned
 
 STAGES = 4
@@ -251,5 +251,5 @@ def substitute_global_window(*, stage: int = STAGES) -> Rewrite:
     )
 
 
-SUBSTITUTE_WINDOW = substitute_window()
-SUBSTITUTE_GLOBAL_WINDOW = substitute_global_window()
+SUBSTITUTE_WINDOW = by_name(substitute_window())
+SUBSTITUTE_GLOBAL_WINDOW = by_name(substitute_global_window())

@@ -103,7 +103,7 @@ def test_nodes_name_the_module_that_they_come_from(networks, exported, name):
     assert [site for site in sites if site not in modules] == []
     heads, tail = {
         "original": ("attn.qkv", "decoder.conv_out1.0"),
-        "rewritten": ("attn.projection.query.0", "decoder.tail.feature_conv"),
+        "rewritten": ("attn.projection.query.0", "decoder.tail.project"),
     }[name]
     assert {tail, f"bb.layers.0.blocks.1.{heads}", "bb.layers.3.blocks.0.mlp.act"} <= set(sites)
 

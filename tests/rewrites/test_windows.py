@@ -259,6 +259,5 @@ def test_the_whole_map_comes_before_other_windows():
 
 @pytest.mark.parametrize("rule", [SUBSTITUTE_WINDOW, SUBSTITUTE_GLOBAL_WINDOW, substitute_window(window=(16, 8, 8, 7))])
 def test_the_code_of_a_rewrite_makes_it_again(rule):
-    names = {"substitute_window": substitute_window, "substitute_global_window": substitute_global_window}
-    again = eval(rule.expression, names)
+    again = eval(rule.expression, vars(windows))
     assert (again.name, again.code) == (rule.name, rule.code)

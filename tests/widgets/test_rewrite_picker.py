@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbconvert
@@ -132,13 +133,17 @@ def test_a_refused_plan_is_answered_with_its_sentence():
 
 
 def in_a_kernel(story):
-    """Run ``story(picker, measure)`` as a cell: a loop runs in this thread, and callbacks run where it awaits."""
+    """Run ``story(picker, measure)`` as a cell: a loop runs in its thread, and callbacks run where it awaits.
+
+    A thread of its own, since a browser that other tests have opened may keep a loop running in this one.
+    """
 
     async def cell():
         measure = Measure()
         return await story(RewritePicker(CHOICES, measure), measure)
 
-    return asyncio.run(cell())
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, cell()).result()
 
 
 @pytest.fixture(autouse=True)
