@@ -14,7 +14,10 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Union, get_args, get_origin, get_type_hints
 
 from lumen_lab.errors import ArtifactError
 
@@ -142,7 +145,8 @@ def _cell(value: object) -> str:
 class Record:
     """Base of the frozen dataclass records: ``rows()`` for a table, HTML in a notebook, JSON on disk.
 
-    A subclass overrides ``rows()`` where its content is a list; ``from_json`` where a field is itself a record.
+    A subclass overrides ``rows()`` where its content is a list. Fields that are records, records or None, or tuples of
+    records, by their annotation, are read back as such.
     """
 
     def rows(self) -> list[dict[str, object]]:
@@ -161,6 +165,10 @@ class Record:
         if values.get("record", cls.__name__) != cls.__name__ or set(given) - names:
             found = f"{values.get('record')} with {sorted(set(given) - names) or 'the expected fields'}"
             raise ArtifactError(f"Expected a saved {cls.__name__}, found {found}; make it again with this version.")
+        try:
+            given |= {key: _with_records(given[key], *how) for key, how in nested_records(cls).items() if key in given}
+        except ArtifactError as error:
+            raise ArtifactError(f"The saved {cls.__name__} is damaged: {error}") from None
         try:
             return cls(**{key: _tuples(value) for key, value in given.items()})
         except TypeError as error:
@@ -204,6 +212,26 @@ def plain(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is not a plain value")
 
 
+@cache
+def nested_records(cls: type[Record]) -> dict[str, tuple[type[Record], bool, bool]]:
+    """The fields that hold records: name → (their class, whether it is a tuple of them, whether None will do)."""
+    found = {}
+    for name, hint in get_type_hints(cls).items():
+        if get_origin(hint) not in (None, tuple, UnionType, Union):
+            continue
+        kinds = [kind for kind in get_args(hint) or (hint,) if isinstance(kind, type) and issubclass(kind, Record)]
+        if len(kinds) == 1:
+            found[name] = kinds[0], get_origin(hint) is tuple, NoneType in get_args(hint)
+    return found
+
+
+def _with_records(value: object, kind: type[Record], several: bool, optional: bool) -> object:
+    """The value of a field of records; those that a subclass has read already are taken as they are."""
+    if several:
+        return tuple(_with_records(item, kind, False, False) for item in value)
+    return value if isinstance(value, Record) or (optional and value is None) else kind.from_json(value)
+
+
 def _tuples(value: object) -> object:
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
@@ -239,9 +267,6 @@ class Manifest(Record):
 
     @classmethod
     def from_json(cls, values: Mapping[str, object]):
-        values = dict(values)
-        for side in {"inputs", "outputs"} & values.keys():
-            values[side] = [TensorSpec.from_json(spec) for spec in values[side]]
         files = values.get("files", {})
         if not isinstance(files, dict) or not all(isinstance(digest, str) for digest in files.values()):
             raise ArtifactError("The saved Manifest is damaged (files maps names to hashes); make the artefact again.")

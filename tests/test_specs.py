@@ -273,3 +273,23 @@ def test_there_is_one_hierarchy_of_exceptions():
     assert len(kinds) >= 10
     assert all(issubclass(kind, LumenError) for kind in kinds)
     assert all(kind.__doc__ for kind in kinds)
+
+
+@dataclass(frozen=True)
+class Line(Record):
+    points: tuple[Point, ...]
+    middle: Point | None = None
+    named: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def test_fields_that_are_records_are_read_back_as_records(tmp_path):
+    for line in (Line((Point(1, "a"), Point(3, path=((1, 2),))), Point(0)), Line(())):
+        assert Line.load(line.save(tmp_path / "line.json")) == line
+
+
+@pytest.mark.parametrize("broken", [{"points": [{"x": 1, "z": 2}]}, {"points": None}, {"points": [], "middle": 7}])
+def test_a_broken_record_inside_another_is_named_with_it(tmp_path, broken):
+    path = tmp_path / "line.json"
+    path.write_text(json.dumps(broken))
+    with pytest.raises(ArtifactError, match="The saved Line .*is damaged"):
+        Line.load(path)

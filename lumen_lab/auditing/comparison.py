@@ -102,10 +102,7 @@ class Comparison(Record):
 
     @classmethod
     def from_json(cls, values: Mapping[str, object]) -> Comparison:
-        values = dict(values)
-        for name, kind in (("operations", ComparedOp), ("unclaimed", UnclaimedNode)):
-            values[name] = [kind.from_json(row) for row in values.get(name, [])]
-        return super().from_json(values)
+        return super().from_json({"operations": [], "unclaimed": [], **values})
 
     def _repr_html_(self) -> str:
         wrong = [row for row in self.rows() if row["agrees"] == "NO"]

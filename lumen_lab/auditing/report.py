@@ -163,10 +163,7 @@ class AuditReport(Record):
 
     @classmethod
     def from_json(cls, values: Mapping[str, object]) -> AuditReport:
-        values = dict(values)
-        for name, kind in (("operations", OpRow), ("cuts", Cut)):
-            values[name] = [kind.from_json(row) for row in values.get(name, [])]
-        return super().from_json(values)
+        return super().from_json({"operations": [], "cuts": [], **values})
 
     def _repr_html_(self) -> str:
         blocking = self.blocking_rows()

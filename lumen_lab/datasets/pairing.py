@@ -88,9 +88,7 @@ class PairListing(Record):
 
     @classmethod
     def from_json(cls, values):
-        values = dict(values)
-        values["pairs"] = [Pair.from_json(pair) for pair in values.get("pairs", [])]
-        return super().from_json(values)
+        return super().from_json({"pairs": [], **values})
 
 
 def find_pairs(

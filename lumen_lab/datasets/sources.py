@@ -87,9 +87,7 @@ class SourceIndex(Record):
 
     @classmethod
     def from_json(cls, values):
-        values = dict(values)
-        values["sources"] = [Source.from_json(source) for source in values.get("sources", [])]
-        return super().from_json(values)
+        return super().from_json({"sources": [], **values})
 
 
 @dataclass(frozen=True)

@@ -64,11 +64,16 @@ def made_from(model: nn.Module, example_inputs: tuple[Tensor, ...], names: Seque
         "network": model_name(model),
         "weights_sha256": weights_sha256(model),
         "rewrites": ", ".join(rewrites) or "none",
-        "input_shapes": ", ".join("x".join(map(str, value.shape)) for value in example_inputs),
+        "input_shapes": shapes_in_words(example_inputs),
         "names": ", ".join(names),
         "opset": str(OPSET),
         "code_sha256": code_sha256(),
     }
+
+
+def shapes_in_words(tensors: Sequence[Tensor]) -> str:
+    """ "1x3x192x192" for each tensor."""
+    return ", ".join("x".join(map(str, value.shape)) for value in tensors)
 
 
 def code_sha256() -> str:

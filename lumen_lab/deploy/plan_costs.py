@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lumen_lab.auditing import audit
 from lumen_lab.chips import Chip, find_chip
 from lumen_lab.deploy.htp import compile_for_chip
-from lumen_lab.deploy.onnx_export import code_sha256, export_onnx
+from lumen_lab.deploy.onnx_export import code_sha256, export_onnx, shapes_in_words
 from lumen_lab.deploy.report import CompileReport
 from lumen_lab.deploy.toolchain import npu_versions
 from lumen_lab.errors import ArtifactError, LumenError
@@ -139,10 +139,6 @@ class CostTable(Record):
         """The costs of one kind ("alone", "without", "whole") on one chip, of one plan or of all."""
         return tuple(c for c in self.costs if (c.kind, c.chip) == (kind, chip) and about in (None, c.about))
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, object]) -> CostTable:
-        return super().from_json({**values, "costs": [PlanCost.from_json(row) for row in values.get("costs", [])]})
-
 
 def measure_costs(
     network: nn.Module,
@@ -171,7 +167,7 @@ def measure_costs(
     with tqdm(total=len(cases) * len(chips), desc="Compiling plans", unit="plan", disable=not progress) as bar:
         for case in cases:
             costs += _case_costs(network, case, chips, inputs, weights, out_dir, time_limit_s, bar)
-    return CostTable(model_name(network), weights, _shapes(inputs), npu_versions(), command, tuple(costs))
+    return CostTable(model_name(network), weights, shapes_in_words(inputs), npu_versions(), command, tuple(costs))
 
 
 def _case_costs(network, case, chips, inputs, weights, out_dir, time_limit_s, bar) -> list[PlanCost]:
@@ -195,12 +191,8 @@ def _case_costs(network, case, chips, inputs, weights, out_dir, time_limit_s, ba
 
 def _key(case: PlanCase, weights: str, inputs: tuple[Tensor, ...]) -> str:
     """A hash of all that a row depends on."""
-    parts = [[rule.expression for rule in case.plan], weights, _shapes(inputs), code_sha256(), npu_versions()]
+    parts = [[rule.expression for rule in case.plan], weights, shapes_in_words(inputs), code_sha256(), npu_versions()]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def _shapes(inputs: tuple[Tensor, ...]) -> str:
-    return ", ".join("x".join(map(str, value.shape)) for value in inputs)
 
 
 def _earlier(path: Path, key: str) -> PlanCost | None:

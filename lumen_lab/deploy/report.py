@@ -142,12 +142,7 @@ class CompileReport(Record):
 
     @classmethod
     def from_json(cls, values: Mapping[str, object]) -> CompileReport:
-        values = dict(values)
-        for name, kind in (("partition_rows", Partition), ("nodes", NodePlace), ("ops", QnnOp)):
-            values[name] = [kind.from_json(row) for row in values.get(name, [])]
-        if values.get("traffic") is not None:
-            values["traffic"] = Traffic.from_json(values["traffic"])
-        return super().from_json(values)
+        return super().from_json({"partition_rows": [], "nodes": [], "ops": [], **values})
 
     def save(self, path: str | Path) -> Path:
         """Write the report as JSON, its two paths relative to its own folder; returns the path."""

@@ -132,13 +132,6 @@ class Traffic(Record):
         """One dict a torch module path, cut after ``depth`` names ("bb.layers.0" is depth 3); None: whole paths."""
         return _grouped(self.ops, "site", lambda op: _end(op) or _site(op, depth))
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, object]) -> Traffic:
-        values = dict(values)
-        for name, kind in (("ops", OpTraffic), ("htp_kinds", HtpKindTraffic)):
-            values[name] = [kind.from_json(row) for row in values[name]]
-        return super().from_json(values)
-
     def _repr_html_(self) -> str:
         return (
             html_table(self.rows(), caption="Traffic of one inference")

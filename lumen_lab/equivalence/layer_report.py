@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lumen_lab.equivalence.sqnr_bars import sqnr_bars
@@ -137,14 +137,6 @@ class LayerReport(Record):
             return f"{compared}, {'none left its tolerance' if self.passed else 'none of which could be judged'}"
         outside = sum(layer.outside for layer in self.layers)
         return f"{compared}, {outside} left their tolerance, {self.first.place} first ({self.first.why})"
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, object]) -> LayerReport:
-        values = dict(values)
-        values["tolerance"] = Tolerance.from_json(values["tolerance"])
-        values["layers"] = [LayerRow.from_json(row) for row in values["layers"]]
-        values["unmatched"] = [UnmatchedLayer.from_json(row) for row in values["unmatched"]]
-        return super().from_json(values)
 
     def _repr_html_(self) -> str:
         tolerance = f"{self.tolerance.name}: {self.tolerance.text}. {self.tolerance.because}"

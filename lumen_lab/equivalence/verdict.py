@@ -91,10 +91,6 @@ class VerdictTable(Record):
             + f"<details><summary>Every check</summary>{html_table(self.rows())}</details>"
         )
 
-    @classmethod
-    def from_json(cls, values):
-        return cls(tuple(Verdict.from_json(entry) for entry in values["verdicts"]))
-
 
 def check_equivalence(
     reference: nn.Module | Callable,

@@ -74,29 +74,10 @@ def slices(channels: int, max_channels: int) -> list[tuple[int, int]]:
     return [(start, min(start + width, channels)) for start in range(0, channels, width)]
 
 
-def part_of(conv: nn.Conv2d, weight: Tensor, bias: Tensor | None, groups: int) -> nn.Conv2d:
-    """A conv that slides like ``conv``, with copies of some of its weights and of its bias."""
-    new = nn.Conv2d(
-        weight.shape[1] * groups,
-        weight.shape[0],
-        conv.kernel_size,
-        conv.stride,
-        conv.padding,
-        conv.dilation,
-        groups,
-        bias=bias is not None,
-    ).to(weight)
-    with torch.no_grad():
-        new.weight.copy_(weight)
-        if bias is not None:
-            new.bias.copy_(bias)
-    return new
-
-
 def _split_over_inputs(max_channels: int, site: Site) -> dict[str, nn.Module]:
     conv: nn.Conv2d = site.module
     parts = [
-        part_of(conv, conv.weight[:, start:stop], None if start else conv.bias, conv.groups)
+        with_weights(conv, conv.weight[:, start:stop], None if start else conv.bias)
         for start, stop in slices(conv.weight.shape[1], max_channels)
     ]
     return {site.path: InputSplitConv(parts)}
@@ -122,7 +103,7 @@ def _split_over_outputs(max_channels: int, site: Site) -> dict[str, nn.Module]:
     parts, reads = [], []
     for start, stop, groups in output_slices(conv, max_channels):
         bias = None if conv.bias is None else conv.bias[start:stop]
-        parts.append(part_of(conv, conv.weight[start:stop], bias, groups))
+        parts.append(with_weights(conv, conv.weight[start:stop], bias, groups=groups))
         first = start // per_group_out * per_group_in
         reads.append((first, first + groups * per_group_in))
     return {site.path: OutputSplitConv(parts, reads)}

@@ -153,10 +153,6 @@ class SuggestionTable(Record):
     def rows(self) -> list[dict[str, object]]:
         return [row for entry in self.suggestions for row in entry.rows()]
 
-    @classmethod
-    def from_json(cls, values):
-        return cls(tuple(Suggestion.from_json(entry) for entry in values["suggestions"]))
-
 
 def suggest(statistics: DeformStatistics, *, at_least_db: float = 20.0, look_up: bool = True) -> SuggestionTable:
     """For each site the cheapest choice whose predicted SQNR is ``at_least_db`` (20 dB: 1 % of the energy wrong).
@@ -252,10 +248,6 @@ class ChoiceTable(Record):
 
         pairs = [(exact_at(entry.predicted_db), exact_at(entry.measured_db)) for entry in self.choices]
         return float(spearmanr(*zip(*pairs, strict=True)).statistic)
-
-    @classmethod
-    def from_json(cls, values):
-        return cls(tuple(ChoiceRow.from_json(entry) for entry in values["choices"]), values["pictures"])
 
 
 def measure_choices(

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from lumen_lab.errors import RewriteError
 from lumen_lab.network.deform import DeformableConv2d
+from lumen_lab.rewrites.deform import tap_major
 from lumen_lab.rewrites.record import FixedTensors, Rewrite, Site, by_name, with_weights
 from lumen_lab.specs import Bounded
 
@@ -115,11 +116,6 @@ def sum_of(terms: Iterator[Tensor]) -> Tensor:
     for term in terms:
         total = total + term
     return total
-
-
-def tap_major(weight: Tensor) -> Tensor:
-    """A conv kernel (O, C, k, k) as that of a 1×1 conv over k² stacked samples: (O, k²·C, 1, 1), tap by tap."""
-    return weight.flatten(2).transpose(1, 2).reshape(weight.shape[0], -1, 1, 1)
 
 
 def yx_order(taps: int) -> Tensor:

@@ -118,10 +118,6 @@ class DeformStatistics(Record):
     def rows(self) -> list[dict[str, object]]:
         return [row for entry in self.sites for row in entry.rows()]
 
-    @classmethod
-    def from_json(cls, values):
-        return cls(tuple(SiteStatistics.from_json(entry) for entry in values["sites"]))
-
 
 def deform_statistics(
     model: nn.Module,

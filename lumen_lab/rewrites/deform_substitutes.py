@@ -16,17 +16,11 @@ from torch.nn import functional as F
 
 from lumen_lab.network.deform import DeformableConv2d
 from lumen_lab.rewrites.deform_shifts import Shifts, tap_major, tap_places
-from lumen_lab.rewrites.record import Rewrite, Site, with_weights
-from lumen_lab.specs import Learned
+from lumen_lab.rewrites.record import AS_GOOD_AS_THE_TEACHER, Rewrite, Site, with_weights
 
 if TYPE_CHECKING:
     from lumen_lab.rewrites.deform_fit import FittedConv
     from lumen_lab.rewrites.deform_statistics import DeformStatistics, SiteStatistics
-
-CLAIM = Learned("S-measure minus the teacher's", -0.01)
-"""One point of S-measure is what the field calls the same accuracy: the published INT8 student lies between +0.004
-(DUT-OMRON) and −0.017 (DIS-VD, with edges called softer) of its teacher. A difference, since an absolute value would
-hold for one teacher and one list alone: the micro teacher reaches .764 on ``composed`` and .629 on ``thin``."""
 
 
 class ModulatedConv(nn.Module):
@@ -194,10 +188,28 @@ def _separable(
     return {site.path: module}
 
 
-def _code(name: str, **given: object) -> str:
-    """The call that makes a record; what comes from data stands under its parameter's name."""
+def _substitute(
+    name: str,
+    built: Callable[[DeformStatistics | None, Mapping[str, FittedConv] | None, Site], dict[str, nn.Module]],
+    statistics: DeformStatistics | None,
+    fitted: Mapping[str, FittedConv] | None,
+    *,
+    because: str,
+    source: str,
+) -> Rewrite:
+    """What the three records share. In the code of one made from data, that stands under its parameter's name."""
+    given = {"statistics": statistics, "fitted": fitted}
     arguments = ", ".join(f"{key}={key}" for key, value in given.items() if value is not None)
-    return f"{name}({arguments})" if arguments else ""
+    return Rewrite(
+        name=name,
+        replaces=DeformableConv2d,
+        built=partial(built, statistics, fitted),
+        refused=partial(_refused, statistics, fitted),
+        claim=AS_GOOD_AS_THE_TEACHER,
+        because=because,
+        source=source,
+        code=f"{name}({arguments})" if arguments else "",
+    )
 
 
 def substitute_modulated_conv(
@@ -208,15 +220,13 @@ def substitute_modulated_conv(
     Starts from the regular conv's kernel; with ``statistics``, multiplied by what a sample in the tap's own place has
     in common with the one that is looked up. ``fitted``: kernels by site from ``fit_modulated_convs``, which win.
     """
-    return Rewrite(
-        name="substitute_modulated_conv",
-        replaces=DeformableConv2d,
-        built=partial(_modulated, statistics, fitted),
-        refused=partial(_refused, statistics, fitted),
-        claim=CLAIM,
+    return _substitute(
+        "substitute_modulated_conv",
+        _modulated,
+        statistics,
+        fitted,
         because="no look-up: shifts by whole taps, products and a 1×1 conv",
         source="DCNv2, arXiv:1811.11168, equation 1 with all offsets zero",
-        code=_code("substitute_modulated_conv", statistics=statistics, fitted=fitted),
     )
 
 
@@ -228,15 +238,13 @@ def substitute_plain_conv(
     ``statistics``: from ``deform_statistics``; the mean modulator is then the measured one, and each tap stands where
     it looks on the average, within the k×k window. ``fitted``: kernels by site from ``fit_plain_convs``, which win.
     """
-    return Rewrite(
-        name="substitute_plain_conv",
-        replaces=DeformableConv2d,
-        built=partial(_plain, statistics, fitted),
-        refused=partial(_refused, statistics, fitted),
-        claim=CLAIM,
+    return _substitute(
+        "substitute_plain_conv",
+        _plain,
+        statistics,
+        fitted,
         because="a k×k conv is the operator that the NPU does best; the published phone network took it",
         source="Lumen Cutout replaces every deformable conv; with offsets and modulator constant it is the same",
-        code=_code("substitute_plain_conv", statistics=statistics, fitted=fitted),
     )
 
 
@@ -248,15 +256,13 @@ def substitute_separable_conv(
     Starts from the best rank-one kernel of each input channel. ``statistics``: as for ``substitute_plain_conv``;
     ``fitted``: kernels by site from ``fit_separable_convs``, which win.
     """
-    return Rewrite(
-        name="substitute_separable_conv",
-        replaces=DeformableConv2d,
-        built=partial(_separable, statistics, fitted),
-        refused=partial(_refused, statistics, fitted),
-        claim=CLAIM,
+    return _substitute(
+        "substitute_separable_conv",
+        _separable,
+        statistics,
+        fitted,
         because="about k² times fewer multiplications than a k×k conv, and still weighted by place",
         source="depthwise-separable conv: MobileNets, arXiv:1704.04861; Eckart and Young (1936) for where it starts",
-        code=_code("substitute_separable_conv", statistics=statistics, fitted=fitted),
     )
 
 

@@ -40,11 +40,6 @@ class RewriteLog(Record):
         """Entries that were not refused, of one rewrite or of all."""
         return [e for e in self.entries if e.refused is None and name in (None, e.rewrite)]
 
-    @classmethod
-    def from_json(cls, values):
-        entries = tuple(LogEntry.from_json(entry) for entry in values["entries"])
-        return cls(entries)
-
 
 @dataclass(frozen=True)
 class Rewritten:

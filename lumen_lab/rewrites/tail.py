@@ -25,8 +25,8 @@ from lumen_lab.errors import RewriteError
 from lumen_lab.network.decoder import FullResolutionTail, TileBlock, resize
 from lumen_lab.rewrites.channels import MEASURED, checked_channels
 from lumen_lab.rewrites.convolution import has_hooks
-from lumen_lab.rewrites.record import Constraint, Rewrite, Site, by_name, with_weights
-from lumen_lab.specs import Exact, Learned
+from lumen_lab.rewrites.record import AS_GOOD_AS_THE_TEACHER, Constraint, Rewrite, Site, by_name, with_weights
+from lumen_lab.specs import Exact
 
 TAPS = 9  # products of the hidden map that one output pixel reads: the rank of the image branch
 BLOCK = 4
@@ -123,10 +123,9 @@ def siblings(site: Site) -> tuple[str, nn.Module | None, nn.Module | None]:
 
 def _with_tail(site: Site, block: int, branch: nn.Sequential) -> dict[str, nn.Module]:
     """The tail with that image branch, and nothing where the decoder's own convs were."""
-    prefix, _, (project,) = siblings(site)
-    from_image = siblings(site)[1].conv_out.out_channels
+    prefix, published, (project,) = siblings(site)
     weight = project.weight
-    reduced = with_weights(project, weight[:, : weight.shape[1] - from_image])
+    reduced = with_weights(project, weight[:, : weight.shape[1] - published.conv_out.out_channels])
     tail = BlockTail(reduced, branch, block).to(weight)
     return {site.path: tail, f"{prefix}ipt_blk1": nn.Identity(), f"{prefix}conv_out1": nn.Identity()}
 
@@ -234,7 +233,7 @@ def substitute_slim_tail(channels: int = 16, *, block: int = 1) -> Rewrite:
         replaces=FullResolutionTail,
         built=partial(_slim, channels, block),
         refused=_not_the_published_tail,
-        claim=Learned("S-measure minus the teacher's", -0.01),
+        claim=AS_GOOD_AS_THE_TEACHER,
         because="fewer channels at full size; yet 8, 16 and 32 channels move the same bytes, and more than the folded "
         "tail on blocks, so that it is worth its training only where it draws better edges",
         source=f"Lumen Cutout's published recipe; {MEASURED}",

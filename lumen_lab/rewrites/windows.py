@@ -21,12 +21,10 @@ from torch import Tensor, nn
 
 from lumen_lab.errors import RewriteError
 from lumen_lab.network.swin import SwinBlock, WindowAttention
-from lumen_lab.rewrites.record import Constraint, FixedTensors, Rewrite, Site, by_name
-from lumen_lab.specs import Learned
+from lumen_lab.rewrites.record import AS_GOOD_AS_THE_TEACHER, Constraint, FixedTensors, Rewrite, Site, by_name
 
 STAGES = 4
 LEAST_LOG_WEIGHT = -6.0  # of a pair that no published window holds: little, and still within reach of training
-CLAIM = Learned("S-measure minus the teacher's", -0.01)
 
 Size = tuple[int, int]
 
@@ -204,7 +202,7 @@ def substitute_window(*, window: int | tuple[int, int, int, int] = 8) -> Rewrite
         replaces=SwinBlock,
         built=partial(_windowed, sides),
         refused=partial(_window_refused, sides),
-        claim=CLAIM,
+        claim=AS_GOOD_AS_THE_TEACHER,
         because="windows of 8 or 16 cut maps of 160, 80 and 40 without padding and fill the NPU's 32-wide tiles; 49 "
         "tokens are padded to 64 there",
         source="one block compiled for SM8850 (onnxruntime-qnn 2.7.0, QAIRT 2.51), windows of 7, 8 and 16",
@@ -242,7 +240,7 @@ def substitute_global_window(*, stage: int = STAGES) -> Rewrite:
         replaces=SwinBlock,
         built=_global,
         refused=partial(_other_stage, stage),
-        claim=CLAIM,
+        claim=AS_GOOD_AS_THE_TEACHER,
         because="the last stage's map (20×20 at 640) is little more than some windows of 7: one window needs no "
         "padding, no shift, no mask and no cutting, and its matrix products are large",
         source="Lumen Cutout's published recipe",

@@ -22,6 +22,7 @@ from lumen_lab.rewrites.channels import (
     split_conv_over_outputs,
 )
 from lumen_lab.rewrites.convolution import FOLD_BATCH_NORM
+from tests.rewrites.spoiling import spoiled
 
 CONVS = {
     "plain": dict(kernel_size=3, padding=1),
@@ -85,16 +86,6 @@ def bias_in_every_part(split):
 
 def bias_dropped(split):
     split.parts[0].bias = None
-
-
-def spoiled(rule, change):
-    def built(site):
-        modules = rule.built(site)
-        for module in modules.values():
-            change(module)
-        return modules
-
-    return dataclasses.replace(rule, built=built)
 
 
 @pytest.mark.parametrize("change", [parts_exchanged, weight_nudged, bias_in_every_part, bias_dropped])

@@ -25,6 +25,7 @@ from lumen_lab.rewrites.deform_shifts import (
     stretched,
     yx_order,
 )
+from tests.rewrites.spoiling import as_class, spoiled
 
 
 def deform(kernel, reach_px, *, channels=(3, 4)):
@@ -149,10 +150,6 @@ class BorderRepeated(Shifts):
         return padded[:, :, reach + dy : reach + dy + x.shape[2], reach + dx : reach + dx + x.shape[3]]
 
 
-def as_class(kind):
-    return lambda module: setattr(module, "__class__", kind)
-
-
 def taps_exchanged(module):
     weight = module.tap_conv.weight.data
     channels = module.offset_conv.in_channels
@@ -201,15 +198,9 @@ SPOILED = {
 
 @pytest.mark.parametrize("mistake", SPOILED)
 def test_a_spoiled_version_fails_at_every_site(parts, mistake):
-    rule = APPROXIMATE_DEFORM_CONV_BY_SHIFTS
-
-    def built(site):
-        modules = rule.built(site)
-        SPOILED[mistake](modules[site.path])
-        return modules
-
     module, samples = parts["deform"]
-    table = check_plan(module, (dataclasses.replace(rule, built=built),), samples=samples[:1])
+    wrong = spoiled(APPROXIMATE_DEFORM_CONV_BY_SHIFTS, SPOILED[mistake])
+    table = check_plan(module, (wrong,), samples=samples[:1])
     assert [verdict.status for verdict in table.verdicts] == ["failed"] * 4 + ["pending"]
 
 

@@ -16,7 +16,6 @@ from lumen_lab.rewrites import check_plan, rewrite
 from lumen_lab.rewrites.deform_fit import FittedConv
 from lumen_lab.rewrites.deform_statistics import deform_statistics
 from lumen_lab.rewrites.deform_substitutes import (
-    CLAIM,
     SUBSTITUTE_MODULATED_CONV,
     SUBSTITUTE_PLAIN_CONV,
     SUBSTITUTE_SEPARABLE_CONV,
@@ -28,7 +27,9 @@ from lumen_lab.rewrites.deform_substitutes import (
     substitute_plain_conv,
     substitute_separable_conv,
 )
+from lumen_lab.rewrites.record import AS_GOOD_AS_THE_TEACHER
 from lumen_lab.specs import Exact
+from tests.rewrites.spoiling import spoiled
 
 ALL = (SUBSTITUTE_MODULATED_CONV, SUBSTITUTE_PLAIN_CONV, SUBSTITUTE_SEPARABLE_CONV)
 
@@ -60,12 +61,7 @@ def pictures():
 
 
 def as_exact(rule, change=lambda module: None):
-    def built(site):
-        made = rule.built(site)
-        change(made[site.path])
-        return made
-
-    return dataclasses.replace(rule, claim=Exact(), built=built)
+    return dataclasses.replace(spoiled(rule, change), claim=Exact())
 
 
 @pytest.mark.parametrize("kernel", [1, 3, 7])
@@ -208,8 +204,8 @@ def test_they_are_pending_before_a_score_and_judged_by_it(parts):
         verdicts = check_plan(module, (rule,), samples=samples).verdicts
         assert [verdict.status for verdict in verdicts] == ["pending"] * 5
         assert verdicts[-1].sqnr_db is not None
-    assert learned_verdict(CLAIM, -0.005, "plain", "").passed
-    assert learned_verdict(CLAIM, -0.02, "plain", "").status == "failed"
+    assert learned_verdict(AS_GOOD_AS_THE_TEACHER, -0.005, "plain", "").passed
+    assert learned_verdict(AS_GOOD_AS_THE_TEACHER, -0.02, "plain", "").status == "failed"
 
 
 def test_the_code_names_the_constant_or_what_was_given():

@@ -32,6 +32,7 @@ from lumen_lab.rewrites.deform import DECOMPOSE_DEFORM_CONV, GridSampleConv, tap
 from lumen_lab.rewrites.record import FixedTensors
 from lumen_lab.rewrites.resolution import CONVERT_IMAGE_TILES_TO_4D, ImageTiles4d
 from lumen_lab.specs import Bounded, Exact, Learned
+from tests.rewrites.spoiling import as_class, spoiled
 
 PART = {
     DECOMPOSE_DEFORM_CONV: "deform",
@@ -67,13 +68,6 @@ def test_each_rewrite_alone_passes_on_a_part_of_the_network(parts, rule):
 
 
 # Spoiled versions: each takes the modules that the rewrite has built and harms one thing.
-
-
-def as_class(kind):
-    def change(module):
-        module.__class__ = kind
-
-    return change
 
 
 class AlignedCorners(GridSampleConv):
@@ -241,16 +235,6 @@ SPOILED = {
     "bias dropped": (FOLD_BATCH_NORM, bias_dropped),
     "folded through float32": (FOLD_BATCH_NORM, rounded_to_float32),
 }
-
-
-def spoiled(rule, change):
-    def built(site):
-        modules = rule.built(site)
-        for module in modules.values():
-            change(module)
-        return modules
-
-    return dataclasses.replace(rule, built=built)
 
 
 @pytest.mark.parametrize("mistake", SPOILED)

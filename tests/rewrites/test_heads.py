@@ -1,7 +1,6 @@
 """Attention head by head: the same function, in rank four, with a position bias that is a constant when deployed."""
 
 import copy
-import dataclasses
 
 import onnx
 import pytest
@@ -25,6 +24,7 @@ from lumen_lab.rewrites.heads import (
 )
 from lumen_lab.rewrites.linear import CONVERT_LINEAR_TO_CONV
 from lumen_lab.rewrites.windows import SUBSTITUTE_GLOBAL_WINDOW, SUBSTITUTE_WINDOW
+from tests.rewrites.spoiling import as_class, spoiled
 
 RULES = [SPLIT_ATTENTION_BY_HEADS, REDUCE_ATTENTION_RANK]
 WINDOWS = (CONVERT_CYCLIC_SHIFT_TO_PADDING, CONVERT_WINDOW_PARTITION_TO_4D, CONVERT_WINDOW_MERGE_TO_4D)
@@ -130,13 +130,6 @@ class MaskOfTheBatch(HeadsInWindows):
         return self.over(x, self.positions.reach, mask)
 
 
-def as_class(kind):
-    def change(attention):
-        attention.__class__ = kind
-
-    return change
-
-
 SPOILED = {
     "scale forgotten": scale_forgotten,
     "keys for values": keys_for_values,
@@ -153,16 +146,10 @@ SPOILED = {
 
 @pytest.mark.parametrize("mistake", SPOILED)
 def test_a_spoiled_split_fails(parts, mistake):
-    def built(site):
-        modules = SPLIT_ATTENTION_BY_HEADS.built(site)
-        for module in modules.values():
-            SPOILED[mistake](module)
-        return modules
-
     module, samples = parts["attention"]
-    spoiled = dataclasses.replace(SPLIT_ATTENTION_BY_HEADS, built=built)
-    table = check_plan(module, (spoiled,), samples=samples)
-    assert {verdict.name for verdict in table.failed} == {spoiled.name, "whole network"}
+    wrong = spoiled(SPLIT_ATTENTION_BY_HEADS, SPOILED[mistake])
+    table = check_plan(module, (wrong,), samples=samples)
+    assert {verdict.name for verdict in table.failed} == {wrong.name, "whole network"}
 
 
 def slices_in_another_order(attention):
@@ -171,14 +158,8 @@ def slices_in_another_order(attention):
 
 @pytest.mark.parametrize("spoil", [slices_in_another_order, bias_of_the_next_head, concatenated_in_another_order])
 def test_a_spoiled_reduction_fails(attention, spoil):
-    def built(site):
-        modules = REDUCE_ATTENTION_RANK.built(site)
-        for module in modules.values():
-            spoil(module)
-        return modules
-
     module, samples = attention
-    table = check_plan(module, (dataclasses.replace(REDUCE_ATTENTION_RANK, built=built),), samples=samples)
+    table = check_plan(module, (spoiled(REDUCE_ATTENTION_RANK, spoil),), samples=samples)
     assert len(table.failed) == 3
 
 

@@ -1,7 +1,6 @@
 """Linear layers as 1×1 convs: any number of leading axes, the same numbers, and nothing where there is no map."""
 
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from lumen_lab.rewrites import check_plan, rewrite
 from lumen_lab.rewrites.heads import REDUCE_ATTENTION_RANK, SPLIT_ATTENTION_BY_HEADS
 from lumen_lab.rewrites.linear import CONVERT_LINEAR_TO_CONV, PointwiseConv
 from lumen_lab.rewrites.windows import SUBSTITUTE_GLOBAL_WINDOW, SUBSTITUTE_WINDOW
+from tests.rewrites.spoiling import as_class, spoiled
 
 SHAPES = {"map": (2, 5, 3, 8), "windows": (6, 49, 8), "heads": (2, 3, 4, 5, 8)}
 
@@ -73,13 +73,6 @@ class RowsForColumns(PointwiseConv):
         return super().forward(x.transpose(1, 2)).reshape(*x.shape[:-1], -1)
 
 
-def as_class(kind):
-    def change(conv):
-        conv.__class__ = kind
-
-    return change
-
-
 SPOILED = {
     "bias dropped": bias_dropped,
     "weight nudged": weight_nudged,
@@ -91,15 +84,9 @@ SPOILED = {
 
 @pytest.mark.parametrize("mistake", SPOILED)
 def test_a_spoiled_conversion_fails(layers, mistake):
-    def built(site):
-        modules = CONVERT_LINEAR_TO_CONV.built(site)
-        for module in modules.values():
-            SPOILED[mistake](module)
-        return modules
-
-    spoiled = dataclasses.replace(CONVERT_LINEAR_TO_CONV, built=built)
-    table = check_plan(layers, (spoiled,), samples=[torch.randn(2, 5, 3, 8)])
-    assert {verdict.name for verdict in table.failed} == {spoiled.name, "whole network"}
+    wrong = spoiled(CONVERT_LINEAR_TO_CONV, SPOILED[mistake])
+    table = check_plan(layers, (wrong,), samples=[torch.randn(2, 5, 3, 8)])
+    assert {verdict.name for verdict in table.failed} == {wrong.name, "whole network"}
 
 
 def test_weights_load_type_and_mode_stay_and_it_trains(layers):
