@@ -19,7 +19,7 @@ from lumen_lab.network.deform import DeformableConv2d
 from lumen_lab.rewrites.record import SIZES_FIRST, FixedTensors, Rewrite, Site, with_weights
 from lumen_lab.specs import Exact
 
-TAPS_AT_ONCE = 14  # two rows of a 7×7 kernel
+TAPS_AT_ONCE = 9  # those of a 3×3 kernel
 
 
 def pixel_size(kernel: int, size: tuple[int, int]) -> Tensor:
@@ -84,7 +84,11 @@ class GridSampleConv(nn.Module):
 
 
 def sum_in_pairs(terms: list[Tensor]) -> Tensor:
-    """The sum of ``terms`` as a tree; one running sum would be spilled from on-chip memory more often."""
+    """The sum of ``terms`` as a tree.
+
+    With 7, 9 or 14 taps at once the compiler spills less of the decoder at 256² than for one running sum; larger inputs
+    are mixed.
+    """
     while len(terms) > 1:
         terms = [reduce(torch.add, terms[start : start + 2]) for start in range(0, len(terms), 2)]
     return terms[0]
@@ -132,9 +136,9 @@ def _recomposed(site: Site) -> dict[str, nn.Module]:
 def decompose_deform_conv(*, taps_at_once: int = TAPS_AT_ONCE) -> Rewrite:
     """A deformable conv as grid samples of up to ``taps_at_once`` taps each; raises ``RewriteError`` below one.
 
-    The default moves the least DRAM bytes of the numbers from 4 to 49 that were compiled in BiRefNet-lite's decoder, at
-    512² by far (``tests/benchmarks/exact_deform_traffic.py``): more taps do not fit the on-chip memory, fewer leave
-    more partial sums.
+    Of 7, 9 and 14 taps, compiled in BiRefNet-lite's decoder at 256² to 640² (``tests/benchmarks/
+    exact_deform_traffic.py``), the default moves the least DRAM bytes in sum, not at every size: more samples crowd the
+    on-chip memory, fewer leave more partial sums, and what is spilled is not monotonic in either.
     """
     if taps_at_once < 1:
         raise RewriteError(

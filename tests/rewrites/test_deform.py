@@ -20,7 +20,7 @@ from lumen_lab.rewrites.deform import (
 )
 from lumen_lab.rewrites.record import FixedTensors, with_weights
 
-GROUPS = {1: [1], 3: [9], 7: [14, 14, 14, 7]}  # taps of one sample, by kernel
+GROUPS = {1: [1], 3: [9], 7: [9, 9, 9, 9, 9, 4]}  # taps of one sample, by kernel
 
 
 def pair(kernel, reach, size, *, channels=(3, 4), rule=DECOMPOSE_DEFORM_CONV):
@@ -45,7 +45,7 @@ def test_grid_sample_is_the_deformable_conv_inside_and_outside_the_image(kernel,
         assert float((deform(x) - form(x)).abs().max()) <= 1e-11
 
 
-@pytest.mark.parametrize("taps_at_once", [1, 4, 9, 100])
+@pytest.mark.parametrize("taps_at_once", [1, 4, 7, 100])
 def test_the_number_of_taps_at_once_changes_the_form_and_not_the_function(taps_at_once):
     rule = decompose_deform_conv(taps_at_once=taps_at_once)
     deform, form, x = pair(3, 2.0, (6, 9), rule=rule)
@@ -60,7 +60,7 @@ def test_the_number_of_taps_at_once_changes_the_form_and_not_the_function(taps_a
 def test_fewer_than_one_tap_at_once_is_refused():
     with pytest.raises(RewriteError, match="whole number from 1 on, asked for 0"):
         decompose_deform_conv(taps_at_once=0)
-    assert decompose_deform_conv(taps_at_once=14).expression == "DECOMPOSE_DEFORM_CONV"
+    assert decompose_deform_conv(taps_at_once=9).expression == "DECOMPOSE_DEFORM_CONV"
 
 
 @pytest.mark.parametrize("kernel", [3, 7])
