@@ -25,6 +25,10 @@ class RewriteError(LumenError):
     """A rewrite or plan that was refused, with the condition that refused it."""
 
 
+class QuantizationError(LumenError):
+    """A network, an encoding or calibration pictures that the quantiser cannot use."""
+
+
 class ExportError(LumenError):
     """A network that cannot be written as ONNX."""
 

@@ -10,14 +10,15 @@ import hashlib
 import html
 import json
 import os
+import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Union, get_args, get_origin, get_type_hints
+from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 from lumen_lab.errors import ArtifactError
 
@@ -103,14 +104,17 @@ def files_sha256(paths: Iterable[str | Path]) -> str:
 
 
 def html_table(rows: Iterable[Mapping[str, object]], *, caption: str = "", limit: int | None = None) -> str:
-    """An HTML table of ``rows`` (dicts with the same keys); every cell is escaped, long tables end with a count."""
+    """An HTML table of ``rows`` (dicts with the same keys); every cell is escaped, long tables end with a count.
+
+    Numbers are written as ``cell_text`` does, and no line breaks within one.
+    """
     rows = list(rows)
     if not rows:
         return f"<p>{html.escape(caption)} (no rows)</p>"
     shown = rows if limit is None else rows[:limit]
     head = "".join(f"<th style='text-align:left'>{html.escape(str(key))}</th>" for key in rows[0])
     body = "".join(
-        "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(_cell(v))}</td>" for v in row.values()) + "</tr>"
+        "<tr>" + "".join(f"<td style='text-align:left'>{escaped(cell_text(v))}</td>" for v in row.values()) + "</tr>"
         for row in shown
     )
     more = f"<p>… and {len(rows) - len(shown)} more rows</p>" if len(shown) < len(rows) else ""
@@ -132,21 +136,28 @@ class Table:
         return html_table(self.lines, caption=self.caption)
 
 
-def _cell(value: object) -> str:
+def cell_text(value: object) -> str:
+    """A value for reading: thousands set apart in every number, four digits of those that are not whole."""
     if value is None:
         return ""
     if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10_000:
-        return f"{value:,}"
-    return str(value)
+        return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def escaped(text: object) -> str:
+    """HTML of a text, in which no line breaks after the minus of a number such as 1e-09."""
+    return POWER_OF_TEN.sub(r"<span style='white-space:nowrap'>\g<0></span>", html.escape(str(text)))
+
+
+POWER_OF_TEN = re.compile(r"\d[\d.]*e[-+]\d+")
 
 
 class Record:
     """Base of the frozen dataclass records: ``rows()`` for a table, HTML in a notebook, JSON on disk.
 
     A subclass overrides ``rows()`` where its content is a list. Fields that are records, records or None, or tuples of
-    records, by their annotation, are read back as such.
+    records, by their annotation, are read back as such; what is read must be what the annotations say.
     """
 
     def rows(self) -> list[dict[str, object]]:
@@ -159,7 +170,8 @@ class Record:
 
     @classmethod
     def from_json(cls, values: Mapping[str, object]):
-        """The record from ``to_json()``'s values; unknown or missing fields raise ``ArtifactError``."""
+        """The record from ``to_json()``'s values; fields that are unknown, missing or of another type raise
+        ``ArtifactError``."""
         names = {field.name for field in dataclasses.fields(cls)}
         given = {key: value for key, value in values.items() if key != "record"}
         if values.get("record", cls.__name__) != cls.__name__ or set(given) - names:
@@ -169,8 +181,14 @@ class Record:
             given |= {key: _with_records(given[key], *how) for key, how in nested_records(cls).items() if key in given}
         except ArtifactError as error:
             raise ArtifactError(f"The saved {cls.__name__} is damaged: {error}") from None
+        given = {key: _tuples(value) for key, value in given.items()}
+        for key, (holds, words) in _field_checks(cls).items():
+            if key in given and not holds(given[key]):
+                raise ArtifactError(
+                    f"The saved {cls.__name__} is damaged: {key} is {words}, found {given[key]!r:.60}; make it again."
+                )
         try:
-            return cls(**{key: _tuples(value) for key, value in given.items()})
+            return cls(**given)
         except TypeError as error:
             raise ArtifactError(f"The saved {cls.__name__} is incomplete ({error}); make it again.") from None
 
@@ -223,6 +241,51 @@ def nested_records(cls: type[Record]) -> dict[str, tuple[type[Record], bool, boo
         if len(kinds) == 1:
             found[name] = kinds[0], get_origin(hint) is tuple, NoneType in get_args(hint)
     return found
+
+
+Check = Callable[[object], bool]
+
+
+@cache
+def _field_checks(cls: type[Record]) -> dict[str, tuple[Check, str]]:
+    """The fields of a record: name → (whether a value is what the annotation says, the annotation in words)."""
+    return {name: (_check(hint), _hint_words(hint)) for name, hint in get_type_hints(cls).items()}
+
+
+def _hint_words(hint: object) -> str:
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
+
+
+def _check(hint: object) -> Check:
+    """Whether a value read from JSON is of this annotation; one of another kind than those here is not checked."""
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind in (UnionType, Union):
+        choices = [_check(part) for part in parts]
+        return lambda value: any(holds(value) for holds in choices)
+    if kind is Literal:
+        return lambda value: isinstance(value, str | int) and value in parts
+    if kind is tuple and parts:
+        return _tuple_check(parts)
+    if isinstance(kind, type) and issubclass(kind, Mapping):
+        of_key, of_value = map(_check, parts)
+        return lambda value: isinstance(value, Mapping) and all(of_key(k) and of_value(v) for k, v in value.items())
+    if hint in (int, float):
+        kinds = (int, float) if hint is float else int
+        return lambda value: isinstance(value, kinds) and not isinstance(value, bool)
+    known = hint in (str, bool, NoneType) or (isinstance(hint, type) and issubclass(hint, Record))
+    return (lambda value: isinstance(value, hint)) if known else (lambda value: True)
+
+
+def _tuple_check(parts: tuple) -> Check:
+    """For tuples; inside a mapping they are the lists that JSON has."""
+    checks = [_check(part) for part in parts if part is not Ellipsis]
+    if Ellipsis in parts:
+        return lambda value: isinstance(value, tuple | list) and all(map(checks[0], value))
+    return lambda value: (
+        isinstance(value, tuple | list)
+        and len(value) == len(checks)
+        and all(holds(item) for holds, item in zip(checks, value, strict=True))
+    )
 
 
 def _with_records(value: object, kind: type[Record], several: bool, optional: bool) -> object:

@@ -2,12 +2,14 @@
 
 ``python -m lumen_lab.walk`` runs the notebooks of ``WALK``; paths given as arguments replace them. Every notebook runs
 in its own kernel, in its own folder, so that it behaves as it does when a reader opens it. One line a notebook is
-printed with its seconds; the first cell that fails ends the walk, and what was executed up to there is kept.
+printed with its seconds. The first cell that fails ends its notebook, which is kept as far as it came; the others are
+executed all the same, what failed is listed at the end, and the exit status is 2.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -28,7 +30,11 @@ WALK = (
 
 
 class WalkError(LumenError):
-    """A notebook that is not there, or one of whose cells failed."""
+    """A notebook that is not there, or of which a cell failed."""
+
+
+class FailedCellsError(WalkError):
+    """What failed in a walk, notebook by notebook."""
 
 
 class Progress:
@@ -60,17 +66,23 @@ class Progress:
 def walk(notebooks: Sequence[str | Path] = WALK, *, out_dir: str | Path = ROOT / "build", stream=None) -> list[Path]:
     """Execute ``notebooks`` in order; returns the HTML reports, in ``out_dir/reports``.
 
-    The executed notebooks lie in ``out_dir/notebooks``. ``WalkError`` names the first notebook that is missing or has
-    a cell that fails; that notebook is kept and reported as far as it came. Relative paths start at the repository.
+    The executed notebooks lie in ``out_dir/notebooks``. ``WalkError`` if a notebook is missing, before any is run;
+    ``FailedCellsError`` once all have run, with the cells that failed: their notebooks are kept and reported as far as
+    they came. Relative paths start at the repository.
     """
     paths = [ROOT / notebook for notebook in notebooks]
     for path in paths:
         if not path.is_file():
             raise WalkError(f"{path} was asked for and is not there; the walk is {', '.join(WALK)}.")
-    return [_report(path, Path(out_dir), stream) for path in paths]
+    done = [_report(path, Path(out_dir), stream) for path in paths]
+    if problems := [problem for _, problem in done if problem]:
+        failed = f"{len(problems)} of {len(paths)} notebooks failed:" if len(paths) > 1 else ""
+        raise FailedCellsError("\n\n".join(filter(None, [failed, *problems])))
+    return [report for report, _ in done]
 
 
-def _report(path: Path, out_dir: Path, stream) -> Path:
+def _report(path: Path, out_dir: Path, stream) -> tuple[Path, str]:
+    """The report of one executed notebook, and what failed in it ("": nothing)."""
     nbformat = _needed("nbformat")
     notebook = nbformat.read(path, as_version=4)
     progress = Progress(path.stem, sum(cell.cell_type == "code" for cell in notebook.cells), stream)
@@ -79,9 +91,9 @@ def _report(path: Path, out_dir: Path, stream) -> Path:
     report = write_whole(out_dir / "reports" / f"{path.stem}.html", _html(notebook, path.stem))
     if problem:
         progress.done("failed")
-        raise WalkError(f"{path.name}, {problem}\nThe notebook as far as it came: {report}")
+        return report, f"{path.name}, {problem}\nThe notebook as far as it came: {report}"
     progress.done(str(report.relative_to(Path.cwd()) if report.is_relative_to(Path.cwd()) else report))
-    return report
+    return report, ""
 
 
 def _execute(notebook, folder: Path, progress: Progress) -> str:
@@ -105,13 +117,28 @@ def _execute(notebook, folder: Path, progress: Progress) -> str:
     try:
         client.execute()
     except nbclient.exceptions.CellExecutionError as error:
-        return f"code cell {running[0]}: {error.ename}: {error.evalue}"
+        said = ": ".join(filter(None, (error.ename, error.evalue)))
+        return f"code cell {running[0]}: {said}{_failing_lines(error.traceback)}"
     except nbclient.exceptions.DeadKernelError:
         return f"code cell {running[0]}: the kernel died (out of memory?)"
     except AssertionError:
         # On SIGINT nbclient stops the kernel in a handler of its own and then trips over the missing kernel.
         raise KeyboardInterrupt from None
     return ""
+
+
+def _failing_lines(traceback: str) -> str:
+    """The lines of cells that the traceback goes through, outermost first, by their numbers; "" if it shows none.
+
+    IPython marks them with an arrow, in parts headed by the cell, or by the path of a file, which are left out.
+    """
+    parts = CELL_PART.findall(ANSI.sub("", traceback))
+    return "".join(f"\n  {line.lstrip('-> ')}" for part in parts for line in MARKED_LINE.findall(part))
+
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+CELL_PART = re.compile(r"^Cell In\s?\[\d+\].*?(?=^$|\Z)", re.MULTILINE | re.DOTALL)
+MARKED_LINE = re.compile(r"^-+>\s*\d+ .*$", re.MULTILINE)
 
 
 def _html(notebook, title: str) -> str:
@@ -143,6 +170,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     try:
         reports = walk(options.notebooks, out_dir=options.out_dir)
+    except FailedCellsError as error:
+        print(error, file=sys.stderr)
+        return 2
     except LumenError as error:
         print(error, file=sys.stderr)
         return 1

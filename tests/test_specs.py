@@ -6,6 +6,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from lumen_lab.specs import (
     Record,
     Table,
     TensorSpec,
+    escaped,
     file_sha256,
     html_table,
     manifest_path,
@@ -30,7 +32,7 @@ SPEC = TensorSpec("image", (1, 3, 8, 8), "NCHW", "uint8", scale=0.5, zero_point=
 
 @dataclass(frozen=True)
 class Point(Record):
-    x: int
+    x: float
     label: str = ""
     path: tuple[tuple[int, ...], ...] = ()
 
@@ -104,10 +106,24 @@ def test_cells_heads_and_captions_are_escaped():
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(None, ""), (0.123456, "0.1235"), (44313720, "44,313,720"), (9999, "9999"), (True, "True"), ((1, 2), "(1, 2)")],
+    [
+        (None, ""),
+        (0.123456, "0.1235"),
+        (1234.5, "1,234"),
+        (44313720, "44,313,720"),
+        (9999, "9,999"),
+        (-7, "-7"),
+        (True, "True"),
+        ((1, 2), "(1, 2)"),
+        (1e-9, "<span style='white-space:nowrap'>1e-09</span>"),
+    ],
 )
 def test_cells_are_written_for_reading(value, shown):
     assert f">{shown}</td>" in html_table([{"value": value}])
+
+
+def test_a_power_of_ten_is_not_broken_across_lines():
+    assert escaped("≤ 1e-09 of <a>") == "≤ <span style='white-space:nowrap'>1e-09</span> of &lt;a&gt;"
 
 
 def test_a_long_table_ends_with_a_count():
@@ -152,7 +168,8 @@ def test_what_json_has_no_word_for_is_refused_and_leaves_no_file(tmp_path, value
 
 
 def test_numbers_of_numpy_are_written_as_plain_ones(tmp_path):
-    assert Point.load(Point(np.float32(0.5), "", (np.int64(3),)).save(tmp_path / "point.json")) == Point(0.5, "", (3,))
+    path = Point(np.float32(0.5), "", ((np.int64(3),),)).save(tmp_path / "point.json")
+    assert Point.load(path) == Point(0.5, "", ((3,),))
 
 
 def test_unknown_missing_and_other_fields_are_refused():
@@ -293,3 +310,40 @@ def test_a_broken_record_inside_another_is_named_with_it(tmp_path, broken):
     path.write_text(json.dumps(broken))
     with pytest.raises(ArtifactError, match="The saved Line .*is damaged"):
         Line.load(path)
+
+
+@dataclass(frozen=True)
+class Kinds(Record):
+    count: int = 0
+    share: float | None = None
+    name: str = ""
+    flag: bool = False
+    pair: tuple[int, str] = (0, "")
+    many: tuple[tuple[float, ...], ...] = ()
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
+    nested: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    status: Literal["passed", "failed"] = "passed"
+    anything: object = None
+
+
+def test_values_of_the_annotated_types_are_read(tmp_path):
+    kinds = Kinds(3, 1, "a", True, (1, "b"), ((1, 2.5), ()), {"a": 1}, {"a": (1, 2)}, "failed", [1])
+    found = Kinds.load(kinds.save(tmp_path / "kinds.json"))
+    assert found == dataclasses.replace(kinds, nested={"a": [1, 2]}, anything=(1,))
+    assert Kinds.from_json(Kinds().to_json()) == Kinds()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("count", "many"), ("count", 1.5), ("count", True), ("count", None), ("share", "0.5"), ("share", False),
+        ("name", 3), ("flag", 1), ("pair", [1]), ("pair", [1, 2]), ("pair", "ab"), ("many", "abc"), ("many", [1]),
+        ("many", [["a"]]), ("counts", None), ("counts", {"a": "b"}), ("counts", [1]), ("nested", {"a": [None]}),
+        ("status", "PASSED"), ("status", ["passed"]),
+    ],
+)  # fmt: skip
+def test_a_value_of_another_type_is_refused_with_its_field(tmp_path, field, value):
+    path = tmp_path / "kinds.json"
+    path.write_text(json.dumps({field: value}))
+    with pytest.raises(ArtifactError, match=f"The saved Kinds is damaged: {field} is .*, found .*; make it again"):
+        Kinds.load(path)

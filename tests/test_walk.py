@@ -40,16 +40,20 @@ def test_reports_hold_the_outputs_and_fetch_nothing(notebook, tmp_path):
     assert all(" s  " in line and line.endswith(".html") for line in lines)
 
 
-def test_the_first_failing_cell_ends_the_walk(notebook, tmp_path, capsys):
-    bad = notebook("bad", "print('so far')", "raise ValueError('no such chip')", "print('never')")
-    after = notebook("after", "print('not reached')")
-    assert main([str(bad), str(after), "--out-dir", str(tmp_path / "build")]) == 1
+def test_a_failing_cell_ends_its_notebook_and_the_others_are_run(notebook, tmp_path, capsys):
+    bad = notebook("bad", "print('so far')", "x = 1\nraise ValueError('no such chip')", "print('never')")
+    bare = notebook("bare", "def check(found):\n    assert found == 2\n\nfound = 1\ncheck(found)")
+    after = notebook("after", "print('reached')")
+    assert main([str(bad), str(after), str(bare), "--out-dir", str(tmp_path / "build")]) == 2
     output = capsys.readouterr()
-    assert "failed" in output.out
-    assert output.err.startswith("bad.ipynb, code cell 2: ValueError: no such chip\n")
-    page = (tmp_path / "build" / "reports" / "bad.html").read_text(encoding="utf-8")
-    assert "so far" in page and "no such chip" in page
-    assert not (tmp_path / "build" / "reports" / "after.html").exists()
+    assert [line.split()[0] for line in output.out.splitlines()] == ["bad", "after", "bare"]
+    first, second, third = output.err.strip().split("\n\n")
+    assert first == "2 of 3 notebooks failed:"
+    assert second.startswith("bad.ipynb, code cell 2: ValueError: no such chip\n  2 raise ValueError('no such chip')\n")
+    assert third.startswith("bare.ipynb, code cell 1: AssertionError\n  5 check(found)\n  2     assert found == 2\n")
+    pages = {name: (tmp_path / "build" / "reports" / f"{name}.html").read_text() for name in ("bad", "after", "bare")}
+    assert "so far" in pages["bad"] and "no such chip" in pages["bad"]
+    assert "reached" in pages["after"]
 
 
 def test_a_kernel_that_dies_is_named(notebook, tmp_path):

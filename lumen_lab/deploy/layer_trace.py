@@ -20,7 +20,7 @@ from lumen_lab.deploy.htp import compile_for_chip
 from lumen_lab.deploy.model_file import QUANTISERS, graph_inputs, read_onnx, tensor_specs
 from lumen_lab.deploy.module_calls import ModuleCall, module_calls
 from lumen_lab.equivalence import LayerTensor, LayerTrace
-from lumen_lab.equivalence.layers import finest_precision, require_sites
+from lumen_lab.equivalence.layers import chosen_sites, finest_precision, given_inputs, require_sites
 from lumen_lab.errors import ArtifactError
 from lumen_lab.specs import writable_folder, write_whole
 
@@ -57,12 +57,13 @@ def trace_onnx(
     name, or the array itself where there is one. All tensors are held at once; ``sites`` limits them.
     ``ArtifactError`` for a file without torch sites, one over 2 GB, and inputs that do not fit.
     """
-    sites = None if sites is None else frozenset(sites)
+    sites = chosen_sites(sites)
     model = read_onnx(onnx_path)
     calls = asked_calls(model, sites, Path(onnx_path).name)
     values = list(site_values(model, calls))
-    found = run_on_cpu(with_outputs(onnx_path, values), fitting_inputs(model, inputs), values)
-    return as_trace(name, model, calls, values, found, sites)
+    arrays = fitting_inputs(model, inputs)
+    found = run_on_cpu(with_outputs(onnx_path, values), arrays, values)
+    return as_trace(name, model, calls, values, found, sites, arrays)
 
 
 def trace_emulation(
@@ -83,7 +84,7 @@ def trace_emulation(
     with and without them. A float network computes in float16. The artefact goes to ``out_dir`` (kept, and taken again
     if it fits) or to a temporary folder. Raises what ``compile_for_chip`` and ``emulate`` raise.
     """
-    sites = None if sites is None else frozenset(sites)
+    sites = chosen_sites(sites)
     model = read_onnx(onnx_path)
     calls = asked_calls(model, sites, Path(onnx_path).name)
     values = list(site_values(model, calls))
@@ -96,7 +97,7 @@ def trace_emulation(
         report = compile_for_chip(probed, chip, out_dir=folder, reuse=out_dir is not None, **limits)
         found = emulate(report.context_path, arrays, **limits)
     left = f" ({len(report.cpu_nodes)} nodes on the CPU)" if report.cpu_nodes else ""
-    trace = as_trace(name or f"emulated {report.chip}{left}", model, calls, values, found, sites)
+    trace = as_trace(name or f"emulated {report.chip}{left}", model, calls, values, found, sites, arrays)
     return replace(trace, precision="float16") if trace.precision == "float32" else trace
 
 
@@ -134,17 +135,25 @@ def site_values(model: onnx.ModelProto, calls: Iterable[ModuleCall]) -> Iterator
 
 def activation_encodings(model: onnx.ModelProto) -> dict[str, tuple[float, int]]:
     """(scale, zero point) of the output of each QuantizeLinear whose encoding is one constant for the whole tensor."""
+    return {node.output[0]: encoding for node, encoding in constant_encodings(model, "QuantizeLinear")}
+
+
+def input_encodings(model: onnx.ModelProto) -> dict[str, tuple[float, int]]:
+    """(scale, zero point) of each input that a DequantizeLinear of one constant encoding reads."""
+    return {node.input[0]: encoding for node, encoding in constant_encodings(model, "DequantizeLinear")}
+
+
+def constant_encodings(model: onnx.ModelProto, op_type: str) -> Iterator[tuple[onnx.NodeProto, tuple[float, int]]]:
+    """Each node of this kind whose encoding is one constant for the whole tensor, with it."""
     from onnx import numpy_helper
 
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
-    found = {}
     for node in model.graph.node:
-        if node.op_type != "QuantizeLinear" or len(node.input) < 3 or not {*node.input[1:]} <= constants.keys():
+        if node.op_type != op_type or len(node.input) < 3 or not {*node.input[1:]} <= constants.keys():
             continue
         scale, zero_point = (numpy_helper.to_array(constants[name]) for name in node.input[1:])
         if scale.size == 1:
-            found[node.output[0]] = float(scale.reshape(())), int(zero_point.reshape(()))
-    return found
+            yield node, (float(scale.reshape(())), int(zero_point.reshape(())))
 
 
 def with_outputs(onnx_path: str | Path, values: Iterable[SiteValue]) -> onnx.ModelProto:
@@ -206,8 +215,9 @@ def as_trace(
     values: Iterable[SiteValue],
     found: Mapping[str, np.ndarray],
     sites: Collection[str] | None,
+    arrays: Mapping[str, np.ndarray],
 ) -> LayerTrace:
-    """The arrays found, as the layers that they are."""
+    """The arrays found, as the layers that they are; ``arrays`` went in."""
     layers = tuple(
         LayerTensor(
             site=value.call.site,
@@ -221,6 +231,7 @@ def as_trace(
         for value in values
     )
     quantised = any(node.op_type in QUANTISERS for node in model.graph.node)
+    encodings = input_encodings(model)
     return LayerTrace(
         name=name,
         precision="int8" if quantised else finest_precision(layers),
@@ -228,6 +239,7 @@ def as_trace(
         absent={call.site: NOTHING_LEAVES for call in calls if not call.values},
         otherwise=NO_NODE,
         chosen=sites,
+        inputs=given_inputs(arrays.values(), [encodings.get(name, (None, None)) for name in arrays]),
     )
 
 

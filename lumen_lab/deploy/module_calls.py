@@ -11,8 +11,9 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from lumen_lab.deploy.model_file import QUANTISERS, SCOPES, graph_inputs
@@ -52,7 +53,8 @@ class _Run:
 def module_calls(model: onnx.ModelProto) -> list[ModuleCall]:
     """Every module call in the graph, in the order in which they end; ``ArtifactError`` if no node says where it is.
 
-    Quantise and dequantise nodes belong to no call: a value that leaves through one leaves all the same.
+    Quantise and dequantise nodes belong to no call: a value that leaves through one leaves all the same. A node that
+    the exporter left without its modules (a Split) belongs to those around what it reads and what reads it.
     """
     nodes = list(model.graph.node)
     scopes = [None if node.op_type in QUANTISERS else _scopes(node) for node in nodes]
@@ -62,6 +64,7 @@ def module_calls(model: onnx.ModelProto) -> list[ModuleCall]:
         )
     readers = _readers(model)
     live = _live_values(model)
+    scopes = _with_neighbours(scopes, nodes, readers, live)
     seen: Counter[str] = Counter()
     calls = []
     for run in _in_order_of_ending(_read_runs(scopes, nodes)):
@@ -83,6 +86,34 @@ def _scopes(node: onnx.NodeProto) -> tuple[str, ...] | None:
     except (ValueError, SyntaxError):
         return None
     return tuple(map(str, scopes[:-1])) or None
+
+
+def _with_neighbours(
+    scopes: Sequence[tuple[str, ...] | None],
+    nodes: Sequence[onnx.NodeProto],
+    readers: Mapping[str, set[int]],
+    live: Collection[str],
+) -> list[tuple[str, ...] | None]:
+    """The paths of modules around each node, where a node says none those that its neighbours have in common."""
+    makers: dict[str, tuple[str, ...] | None] = {}
+    found = []
+    for scope, node in zip(scopes, nodes, strict=True):
+        given = [makers.get(name) for name in node.input if name in live]
+        if node.op_type in QUANTISERS:
+            found.append(None)
+            makers |= dict.fromkeys(node.output, given[0] if given else None)
+            continue
+        if scope is None:
+            read_by = [scopes[place] for name in node.output for place in readers.get(name, ()) if place >= 0]
+            around = [path for path in (*given, *read_by) if path]
+            scope = tuple(parts[0] for parts in takewhile(_all_the_same, zip(*around, strict=False))) or None
+        found.append(scope)
+        makers |= dict.fromkeys(node.output, scope)
+    return found
+
+
+def _all_the_same(parts: Sequence[str]) -> bool:
+    return len(set(parts)) == 1
 
 
 def _read_runs(scopes: Sequence[tuple[str, ...] | None], nodes: Sequence[onnx.NodeProto]) -> list[_Run]:

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
 from lumen_lab.auditing import audit
@@ -22,26 +27,43 @@ from lumen_lab.deploy.htp import compile_for_chip
 from lumen_lab.deploy.onnx_export import code_sha256, export_onnx, shapes_in_words
 from lumen_lab.deploy.report import CompileReport
 from lumen_lab.deploy.toolchain import npu_versions
-from lumen_lab.errors import ArtifactError, LumenError
+from lumen_lab.errors import ArtifactError, LumenError, RewriteError
 from lumen_lab.network.checkpoints import model_name, weights_sha256
 from lumen_lab.rewrites.plan import Plan, check_order, inputs_for, rewrite
-from lumen_lab.specs import Record, write_whole
+from lumen_lab.specs import Record, file_sha256, writable_folder, write_whole
 
-ALONE, WITHOUT, WHOLE = "alone", "without", "whole"
+ALONE, WITHOUT, WHOLE = KINDS = "alone", "without", "whole"
+FILE_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,119}")
 
 
 @dataclass(frozen=True)
 class PlanCase:
-    """One plan to be measured: ``kind`` is "alone", "without" or "whole", ``about`` the rewrite or plan it tells of."""
+    """One plan to be measured: ``kind`` is "alone", "without" or "whole", ``about`` the rewrite or plan it tells of.
+
+    ``RewriteError`` for another kind, and for an ``about`` that cannot be part of a file's name.
+    """
 
     kind: str
     about: str
     plan: Plan
 
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise RewriteError(f"A case is of kind {', '.join(KINDS)}, found {self.kind!r}; choose one.")
+        if not (isinstance(self.about, str) and FILE_NAME.fullmatch(self.about)):
+            raise RewriteError(
+                f"A case is kept in a file of its name, found {self.about!r:.140}; use up to 120 letters, digits, _ - ."
+            )
+
     @property
     def name(self) -> str:
         """A name that serves as a file's."""
         return f"{self.kind}_{self.about}"
+
+    @property
+    def expressions(self) -> tuple[str, ...]:
+        """Python that makes each rewrite of the plan."""
+        return tuple(rule.expression for rule in self.plan)
 
 
 def plan_cases(catalogue: Iterable, full: Mapping[str, Plan], whole: Mapping[str, Plan]) -> tuple[PlanCase, ...]:
@@ -119,7 +141,10 @@ class PlanCost(Record):
 
 @dataclass(frozen=True)
 class CostTable(Record):
-    """Costs of many plans on many chips, with what they were measured on."""
+    """Costs of many plans on many chips, with what they were measured on.
+
+    ``code_sha256``: the code of the networks and rewrites (``onnx_export.code_sha256``); "" where it was not kept.
+    """
 
     network: str
     weights_sha256: str
@@ -127,6 +152,7 @@ class CostTable(Record):
     versions: dict[str, str]
     command: str
     costs: tuple[PlanCost, ...]
+    code_sha256: str = ""
 
     def rows(self) -> list[dict[str, object]]:
         return [row for cost in self.costs for row in cost.rows()]
@@ -153,71 +179,132 @@ def measure_costs(
 ) -> CostTable:
     """Compile every case for every chip and return the table.
 
-    ``out_dir`` keeps one JSON file a row, so that a run that was stopped goes on; a row made from another network,
-    plan or version is measured again. Artefacts are not kept. A plan that the compiler refuses is a row with its
-    error; a plan out of order raises ``RewriteError`` before anything is compiled.
+    ``out_dir`` keeps one JSON file a row, so that a run that was stopped goes on: each plan is applied and exported
+    anew, which takes seconds, and a row is taken as it is if it was made of that very graph with these versions of the
+    compiler. Artefacts are not kept. A plan that the compiler refuses is a row with its error; one that ran out of
+    time or memory is too, and is tried again in the next run. Plans out of order and cases of one name raise
+    ``RewriteError`` before anything is compiled, a folder that cannot be written in ``ArtifactError``.
     """
     from tqdm.auto import tqdm
 
+    for case in cases:
+        check_order(case.plan)
+    if twice := [name for name, count in Counter(case.name for case in cases).items() if count > 1]:
+        raise RewriteError(f"Two cases are called {twice[0]}; rows are kept by that name: call one otherwise.")
     inputs = inputs_for(network, example_inputs)
-    weights, out_dir = weights_sha256(network), Path(out_dir)
-    out_dir.mkdir(parents=True, exist_ok=True)
+    run = _Run(network, inputs, tuple(find_chip(chip) for chip in chips), writable_folder(out_dir), time_limit_s)
+    remove_left_folders(run.out_dir)
     costs = []
-    chips = [find_chip(chip) for chip in chips]
     with tqdm(total=len(cases) * len(chips), desc="Compiling plans", unit="plan", disable=not progress) as bar:
         for case in cases:
-            costs += _case_costs(network, case, chips, inputs, weights, out_dir, time_limit_s, bar)
-    return CostTable(model_name(network), weights, shapes_in_words(inputs), npu_versions(), command, tuple(costs))
+            bar.set_postfix_str(case.about)
+            for cost in run.costs(case):
+                bar.update()
+                costs.append(cost)
+    return CostTable(
+        network=model_name(network),
+        weights_sha256=weights_sha256(network),
+        input_shapes=shapes_in_words(inputs),
+        versions=npu_versions(),
+        command=command,
+        costs=tuple(costs),
+        code_sha256=code_sha256(),
+    )
 
 
-def _case_costs(network, case, chips, inputs, weights, out_dir, time_limit_s, bar) -> list[PlanCost]:
-    """One case on every chip; the rewritten network is exported only if a row is missing."""
-    key = _key(case, weights, inputs)
-    paths = {chip: out_dir / f"{case.name}_{chip.name}.json" for chip in chips}
-    found = {chip: _earlier(path, key) for chip, path in paths.items()}
-    if any(cost is None for cost in found.values()):
-        rewritten = rewrite(network, case.plan, example_inputs=inputs).model
-        with tempfile.TemporaryDirectory(dir=out_dir, prefix=".plan_") as folder:
-            blank = _blank(case, rewritten, inputs)
-            onnx_path = export_onnx(rewritten, Path(folder) / "plan.onnx", example_inputs=inputs)
-            for chip in [chip for chip, cost in found.items() if cost is None]:
-                bar.set_postfix_str(f"{case.about} for {chip.name}")
-                cost = _compiled(replace(blank, chip=chip.name, htp_arch=chip.htp_arch), onnx_path, chip, time_limit_s)
-                write_whole(paths[chip], json.dumps({"made_from": key, "cost": cost.to_json()}, indent=1) + "\n")
-                found[chip] = cost
-    bar.update(len(chips))
-    return list(found.values())
+@dataclass(frozen=True)
+class _Run:
+    """What every case is compiled with."""
+
+    network: nn.Module
+    inputs: tuple[Tensor, ...]
+    chips: tuple[Chip, ...]
+    out_dir: Path
+    time_limit_s: float
+
+    def costs(self, case: PlanCase) -> Iterator[PlanCost]:
+        """The row of one case on every chip; those that are missing are made and kept."""
+        rewritten = rewrite(self.network, case.plan, example_inputs=self.inputs).model
+        with scratch_folder(self.out_dir) as folder:
+            onnx_path = export_onnx(rewritten, folder / "plan.onnx", example_inputs=self.inputs)
+            made_from = row_key(onnx_path)
+            blank = None
+            for chip in self.chips:
+                path = self.out_dir / f"{case.name}_{chip.name}.json"
+                cost = earlier_row(path, made_from, case, chip)
+                if cost is None:
+                    blank = blank or _blank(case, rewritten, self.inputs)
+                    cost = _compiled(blank, onnx_path, chip, self.time_limit_s)
+                    write_whole(path, json.dumps({"made_from": made_from, "cost": cost.to_json()}, indent=1) + "\n")
+                yield cost
 
 
-def _key(case: PlanCase, weights: str, inputs: tuple[Tensor, ...]) -> str:
-    """A hash of all that a row depends on."""
-    parts = [[rule.expression for rule in case.plan], weights, shapes_in_words(inputs), code_sha256(), npu_versions()]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+def row_key(onnx_path: Path) -> str:
+    """A hash of all that a row depends on: the exported graph with its weights, and the compiler."""
+    return hashlib.sha256(json.dumps([file_sha256(onnx_path), npu_versions()]).encode()).hexdigest()
 
 
-def _earlier(path: Path, key: str) -> PlanCost | None:
-    """A row measured before from the same things."""
+def earlier_row(path: Path, made_from: str, case: PlanCase, chip: Chip) -> PlanCost | None:
+    """A row measured before from the same things; None if there is none that is whole, of this case, and final."""
     try:
         held = json.loads(path.read_text())
-        return PlanCost.from_json(held["cost"]) if held["made_from"] == key else None
-    except (OSError, ValueError, KeyError, TypeError, ArtifactError):
+        cost = PlanCost.from_json(held["cost"]) if held["made_from"] == made_from else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArtifactError):
         return None
+    of = cost and (cost.kind, cost.about, cost.rewrites, cost.chip, cost.htp_arch)
+    wanted = case.kind, case.about, case.expressions, chip.name, chip.htp_arch
+    return cost if of == wanted and is_final(cost.error) else None
+
+
+def is_final(error: str) -> bool:
+    """Whether a row would come out the same again: no error, or the compiler's own answer.
+
+    Time limits, a kill from outside, and a lack of memory or disk are of the machine and the moment.
+    """
+    return not error or (bool(ANSWERED.search(error)) and not LACKING.search(error))
+
+
+ANSWERED = re.compile(r"left nothing: (it gave up|it crashed|the NPU took none)")
+LACKING = re.compile(r"ran out of this machine's memory|free disk space|The disk of")
+
+
+@contextmanager
+def scratch_folder(out_dir: Path) -> Iterator[Path]:
+    """A folder in ``out_dir`` that is gone afterwards; it holds a lock that the system gives up if the process dies."""
+    with tempfile.TemporaryDirectory(dir=out_dir, prefix=SCRATCH) as name, FileLock(Path(name) / LOCK):
+        yield Path(name)
+
+
+def remove_left_folders(out_dir: Path) -> None:
+    """Remove the scratch folders of runs that were killed; those of a run at work are locked.
+
+    One without a lock, or younger than a minute, may be just being made.
+    """
+    for folder in out_dir.glob(f"{SCRATCH}*"):
+        lock = folder / LOCK
+        if lock.is_file() and time.time() - lock.stat().st_mtime > 60:
+            with suppress(Timeout, OSError), FileLock(lock, timeout=0):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+SCRATCH, LOCK = ".plan_", "lock"
 
 
 def _blank(case: PlanCase, rewritten: nn.Module, inputs: tuple[Tensor, ...]) -> PlanCost:
     """What is known before compiling."""
     report = audit(rewritten, inputs, chip="SM8850")
-    names = tuple(rule.expression for rule in case.plan)
-    return PlanCost(case.kind, case.about, names, "", 0, report.macs, report.peak_activation_bytes)
+    return PlanCost(case.kind, case.about, case.expressions, "", 0, report.macs, report.peak_activation_bytes)
 
 
 def _compiled(blank: PlanCost, onnx_path: Path, chip: Chip, time_limit_s: float) -> PlanCost:
     """The row with the compiler's figures, or with its error."""
     out_dir = onnx_path.parent / chip.name
+    blank = replace(blank, chip=chip.name, htp_arch=chip.htp_arch)
     try:
         report = compile_for_chip(onnx_path, chip, out_dir=out_dir, time_limit_s=time_limit_s, progress=False)
     except LumenError as error:
-        return replace(blank, error=str(error).splitlines()[0])
+        sentence = str(error).splitlines()[0].partition(" Log: ")[0]  # the log goes with the folder
+        return replace(blank, error=sentence)
     finally:
         shutil.rmtree(out_dir, ignore_errors=True)
     return with_figures(blank, report)

@@ -9,7 +9,9 @@ is undocumented; what is said here was found out with onnxruntime-qnn 2.7.0 (QAI
   are 'q::Input' and 'q::Output' and have no name of their own.
 - ``bandwidth_information``: one line an HTP operation that moves data: ``opid``, bytes read from and written to DRAM
   and VTCM, and whether the DMA engine does it. One line is called a *tile* here. Up to eight equal pieces that the
-  vector units work through side by side are one line, their bytes together. No operation is listed twice.
+  vector units work through side by side are one line, their bytes together. No operation is listed twice, and a
+  section with one twice is refused. Nothing says how many lines there are, nor what they sum up to, so that one which
+  is missing as a whole cannot be seen.
 - An HTP operation's id holds in its low 32 bits the id of the QNN operation that it was made for. A fused chain is
   booked on its last operation (the weights of a conv with a ReLU on the ReLU), a spill and its fill on the operation
   whose result went out to DRAM and came back. Where a constant of the network stands there (gamma and beta that two
@@ -50,6 +52,7 @@ MOVED = re.compile(
 )
 SCHEDULED = re.compile(rb": opdesc\( (0x[0-9a-f]+), \"([^\"]*)\"")
 LOW_BITS = 0xFFFFFFFF
+MOST_BYTES = 2**60  # of one inference; sums beyond it would not be exact
 INPUT, OUTPUT = "Input", "Output"  # kinds of the two ends of the graph
 BYTE_COLUMNS = ("dram_read_bytes", "dram_write_bytes", "vtcm_read_bytes", "vtcm_write_bytes")
 
@@ -163,15 +166,19 @@ OTHER_VERSION = "another version of the compiler seems to have written it; this 
 
 
 def _columns(path: Path, section: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(ids, moved bytes, is DMA) of the tiles; ``ArtifactError`` if a line is not read."""
+    """(ids, moved bytes, is DMA) of the tiles; ``ArtifactError`` if a line is not read, stands twice, or is absurd."""
     numbers = (number for line in MOVED.finditer(section) for number in _numbers(line))
     rows = np.fromiter(numbers, dtype=np.int64).reshape(-1, 6)
-    if len(rows) != section.count(b"{"):
-        missed = re.search(rb"\{.*", MOVED.sub(b"", section))
+    if len(rows) != sum(bool(line.strip()) for line in section.splitlines()):
+        missed = re.search(rb"\S.*", MOVED.sub(b"", section))
         raise ArtifactError(
             f"{path} has a line of traffic that cannot be read, {missed[0][:120].decode(errors='replace')!r}: "
             f"{OTHER_VERSION}."
         )
+    if len(np.unique(rows[:, 0])) != len(rows):
+        raise ArtifactError(f"{path} lists the traffic of an operation twice; {AGAIN}.")
+    if rows[:, 1:5].astype(np.float64).sum() > MOST_BYTES:
+        raise ArtifactError(f"{path} lists more traffic than {MOST_BYTES:,} bytes; {AGAIN}.")
     return rows[:, 0], rows[:, 1:5], rows[:, 5].astype(bool)
 
 

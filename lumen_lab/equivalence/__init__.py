@@ -3,6 +3,7 @@
 from lumen_lab.equivalence.layer_report import LayerReport, LayerRow, UnmatchedLayer
 from lumen_lab.equivalence.layers import LayerTensor, LayerTrace, trace_torch
 from lumen_lab.equivalence.matching import compare_layers
+from lumen_lab.equivalence.rewritten import compare_rewritten
 from lumen_lab.equivalence.tolerance import DEFAULT_TOLERANCES, Tolerance
 from lumen_lab.equivalence.verdict import (
     Sample,
@@ -32,6 +33,7 @@ __all__ = [
     "check_equivalence",
     "claim_text",
     "compare_layers",
+    "compare_rewritten",
     "difference",
     "judge",
     "learned_verdict",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from lumen_lab.equivalence.sqnr_bars import sqnr_bars
 from lumen_lab.equivalence.tolerance import Tolerance
 from lumen_lab.specs import Record, html_table
 
+NETWORK = "(network)"
 HANDED_ON = "it hands on what it is given"
 WITHIN, FIRST, AFTER, UNJUDGED = "within", "first", "after", "not judged"
 WORST_SHOWN = 10
@@ -33,7 +35,7 @@ class LayerRow(Record):
     output: int
     kind: str
     shape: tuple[int, ...]
-    status: str
+    status: Literal["within", "first", "after", "not judged"]
     sqnr_db: float | None
     cosine: float | None
     max_abs: float | None
@@ -50,12 +52,17 @@ class LayerRow(Record):
         """The site, with the numbers of its call and output where they are not the first."""
         call = f", call {self.call}" if self.call else ""
         output = f", output {self.output}" if self.output else ""
-        return f"{self.site or '(network)'}{call}{output}"
+        return f"{self.site or NETWORK}{call}{output}"
 
     @property
     def outside(self) -> bool:
         """Whether it has left its tolerance."""
         return self.status in (FIRST, AFTER)
+
+    @property
+    def of_network(self) -> bool:
+        """Whether it is what the network itself returns."""
+        return self.site == "" or NETWORK in self.also
 
     @property
     def identical(self) -> bool:
@@ -94,18 +101,33 @@ class LayerReport(Record):
 
     @property
     def passed(self) -> bool:
-        """True if layers were judged and none left its tolerance."""
-        return self.first is None and any(layer.status == WITHIN for layer in self.layers)
+        """True if none left its tolerance, and what the network itself returned was compared and is within.
+
+        Where a trace was made of chosen sites without the network's own (""), any layer within its tolerance does.
+        """
+        within = [layer for layer in self.layers if layer.status == WITHIN]
+        whole = [layer for layer in self.layers if layer.of_network]
+        return self.first is None and bool(within) and not self.missed_output and all(x in within for x in whole)
+
+    @property
+    def missed_output(self) -> bool:
+        """Whether something that the network itself returned, in either execution, was not compared."""
+        return any(layer.site == "" and layer.why != HANDED_ON for layer in self.unmatched)
+
+    @property
+    def matched(self) -> int:
+        """How many of the reference's tensors were compared; one that several sites return counts for each."""
+        return sum(1 + len(layer.also) for layer in self.layers)
+
+    @property
+    def missed(self) -> int:
+        """How many of the reference's tensors were not compared, those that a module only hands on left out."""
+        return sum(layer.found_in == self.reference and layer.why != HANDED_ON for layer in self.unmatched)
 
     @property
     def matched_share(self) -> float:
-        """The share of the reference's tensors that were compared, those that a module only hands on left out.
-
-        A tensor that several sites return counts for each.
-        """
-        matched = sum(1 + len(layer.also) for layer in self.layers)
-        missed = [layer for layer in self.unmatched if layer.found_in == self.reference and layer.why != HANDED_ON]
-        return matched / (matched + len(missed))
+        """The share of the reference's tensors that were compared."""
+        return self.matched / (self.matched + self.missed)
 
     def at(self, site: str, call: int = 0, output: int = 0) -> LayerRow | None:
         """The row of one tensor, by its own site only; None if it was not compared."""
@@ -125,18 +147,31 @@ class LayerReport(Record):
         """What was not compared, by reason: how many tensors, in which execution, at which sites."""
         groups: dict[tuple[str, str], list[str]] = {}
         for layer in self.unmatched:
-            groups.setdefault((layer.found_in, layer.why), []).append(layer.site or "(network)")
+            groups.setdefault((layer.found_in, layer.why), []).append(layer.site or NETWORK)
         return [
             {"only in": found_in, "tensors": len(sites), "why": why, "sites": _listed(sites)}
             for (found_in, why), sites in groups.items()
         ]
 
     def __str__(self) -> str:
-        compared = f"{self.actual} against {self.reference}: {len(self.layers)} tensors compared"
-        if self.first is None:
-            return f"{compared}, {'none left its tolerance' if self.passed else 'none of which could be judged'}"
-        outside = sum(layer.outside for layer in self.layers)
-        return f"{compared}, {outside} left their tolerance, {self.first.place} first ({self.first.why})"
+        return f"{self.actual} against {self.reference}: {self._coverage()}; {self._outcome()}"
+
+    def _coverage(self) -> str:
+        of_all = f"{self.matched:,} of {self.matched + self.missed:,} tensors compared ({self.matched_share:.0%})"
+        if self.missed_output:
+            return f"{of_all}, the network's own output not among them"
+        asked = any(layer.of_network for layer in self.layers)
+        return f"{of_all}, {'the network’s own output among them' if asked else 'its own output not asked for'}"
+
+    def _outcome(self) -> str:
+        if self.first is not None:
+            outside = sum(layer.outside for layer in self.layers)
+            return f"{outside} left their tolerance, {self.first.place} first ({self.first.why})"
+        if not any(layer.status == WITHIN for layer in self.layers):
+            return "none of them could be judged"
+        if self.missed_output:
+            return "none left its tolerance, which proves nothing without the output"
+        return "none left its tolerance" if self.passed else "the output could not be judged"
 
     def _repr_html_(self) -> str:
         tolerance = f"{self.tolerance.name}: {self.tolerance.text}. {self.tolerance.because}"

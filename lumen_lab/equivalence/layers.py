@@ -52,6 +52,8 @@ class LayerTrace:
     ``name`` says what ran; ``precision`` is what it computed in, one of "float64", "float32", "float16", "int8".
     ``absent`` maps sites that have no tensor here to the reason, which for all others is ``otherwise``; ``rewritten``
     maps paths to the rewrite that made the module there (None: not known). ``chosen``: the sites asked for (None: all).
+    ``inputs``: what went in, in order, as it was given (None: not known); ``modules``: the paths of all modules, those
+    without a tensor here included (None: not known).
     """
 
     name: str
@@ -61,6 +63,8 @@ class LayerTrace:
     otherwise: str = "there is no such module"
     rewritten: dict[str, str] | None = None
     chosen: frozenset[str] | None = None
+    inputs: tuple[LayerTensor, ...] | None = None
+    modules: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -88,35 +92,65 @@ def require_sites(sites: Iterable[str], known: Iterable[str], name: str) -> None
             raise LumenError(f"There is no site '{site}' in {name}; the nearest are {', '.join(map(repr, near))}.")
 
 
+def chosen_sites(sites: Iterable[str] | None) -> frozenset[str] | None:
+    """The sites asked for; ``LumenError`` if that is none, or a text."""
+    if sites is None:
+        return None
+    if isinstance(sites, str):
+        raise LumenError(f"sites is a list of paths, found the text {sites!r}; write [{sites!r}].")
+    chosen = frozenset(sites)
+    if not chosen:
+        raise LumenError("sites was given without a site; leave it out to keep them all.")
+    return chosen
+
+
 def trace_torch(
     model: nn.Module,
     inputs: Tensor | Sequence[Tensor],
     *,
     sites: Iterable[str] | None = None,
-    name: str = "torch",
+    name: str | None = None,
 ) -> LayerTrace:
     """Run ``model`` once, in its own precision, and keep what every module returned, containers included.
 
     ``inputs`` are the positional inputs (one tensor may be given alone). Each distinct tensor is copied once, before
-    a later in-place operation can reach it; ``sites`` limits what is kept. ``LumenError`` for a module in training
-    mode, where dropout and batch statistics are live, and for an unknown site.
+    a later in-place operation can reach it; ``sites`` limits what is kept. ``name`` is by default the model's class,
+    and whether it was rewritten. ``LumenError`` for a module of which a part is in training mode, where dropout and
+    batch statistics are live, and for an unknown site.
     """
-    chosen = None if sites is None else frozenset(sites)
+    chosen, kind = chosen_sites(sites), type(model).__name__
     modules = dict(model.named_modules())
-    if model.training:
-        raise LumenError(f"{type(model).__name__} is in training mode, where no two runs agree; call .eval() first.")
-    require_sites(chosen or (), modules, type(model).__name__)
+    live = next((path for path, module in modules.items() if module.training), None)
+    if live is not None:
+        part = f"{live} of {kind}" if live else kind
+        raise LumenError(f"{part} is in training mode, where no two runs agree; call .eval() on the network first.")
+    require_sites(chosen or (), modules, kind)
+    given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     recorder = _Recorder(chosen)
     with torch.inference_mode(False), torch.no_grad(), recorder.watching(modules):
-        given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
         model(*(value.clone() for value in given))
+    rewritten = {path: m.rewritten_by for path, m in modules.items() if hasattr(m, "rewritten_by")}
     return LayerTrace(
-        name=name,
+        name=name or (f"{kind}, rewritten" if rewritten else kind),
         precision=finest_precision(recorder.layers),
         layers=tuple(recorder.layers),
         absent={path: "it was never called" for path in modules if path not in recorder.calls},
-        rewritten={path: m.rewritten_by for path, m in modules.items() if hasattr(m, "rewritten_by")},
+        rewritten=rewritten,
         chosen=chosen,
+        inputs=given_inputs(tensor.detach().cpu().numpy().copy() for tensor in given),
+        modules=frozenset(modules),
+    )
+
+
+def given_inputs(
+    arrays: Iterable[np.ndarray], encodings: Iterable[tuple[float | None, int | None]] | None = None
+) -> tuple[LayerTensor, ...]:
+    """Arrays that go into a network, as ``LayerTrace.inputs``; ``encodings``: (scale, zero point) of each."""
+    arrays = list(arrays)
+    encodings = list(encodings) if encodings is not None else [(None, None)] * len(arrays)
+    return tuple(
+        LayerTensor(f"input {place}", 0, 0, values, scale=scale, zero_point=zero_point)
+        for place, (values, (scale, zero_point)) in enumerate(zip(arrays, encodings, strict=True))
     )
 
 

@@ -28,6 +28,12 @@ def order_for(reference: LayerTensor, actual: LayerTensor) -> str | None:
     return turned or ("unit axes" if same_but_units else None)
 
 
+def possible_orders(one: LayerTensor, other: LayerTensor) -> list[str]:
+    """Every way in which ``other`` may be turned to have the shape of ``one``: "" and the keys of ``AXES``."""
+    shapes = {"": other.values.shape} | {name: _turned(other.values.shape, axes) for name, axes in AXES.items()}
+    return [name for name, shape in shapes.items() if shape == one.values.shape]
+
+
 def in_order(values: np.ndarray, order: str, shape: tuple[int, ...]) -> np.ndarray:
     """``values`` turned as ``order_for`` said."""
     return values.reshape(shape) if order == "unit axes" else np.transpose(values, AXES[order]) if order else values

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lumen_lab.equivalence.clipped import past_relus
-from lumen_lab.equivalence.layer_report import FIRST, HANDED_ON, LayerReport, LayerRow, UnmatchedLayer
+from lumen_lab.equivalence.given import groups_of, require_same_inputs, told_apart, tolerances
+from lumen_lab.equivalence.layer_report import FIRST, HANDED_ON, NETWORK, LayerReport, LayerRow, UnmatchedLayer
 from lumen_lab.equivalence.layers import LayerTensor, LayerTrace
 from lumen_lab.equivalence.layouts import in_order, order_for
 from lumen_lab.equivalence.measures import measured
@@ -33,18 +34,21 @@ def compare_layers(
     ``tolerance``: one for all layers; or by site, beside the default of the two precisions; or that alone (None).
     ``replaced``: groups of paths that a rewrite replaced together, ``[entry.replaced for entry in log.applied()]``,
     each in order of execution. Only the last of a group must return what it did before: what runs inside a group or
-    before its last is not compared. Two torch networks need no groups; an ONNX graph does not know what was rewritten.
+    before its last is not compared. Give them whenever one network is the other rewritten (``compare_rewritten`` does
+    so): a torch trace knows which modules a rewrite made, but not which of them together, and an ONNX graph neither.
 
-    What has no counterpart is in ``unmatched`` with the reason. ``LumenError`` if nothing could be compared.
+    What has no counterpart is in ``unmatched`` with the reason. ``LumenError`` if nothing could be compared, if the two
+    were given different inputs, and for tolerances or groups that are of neither.
     """
-    default = (
-        tolerance if isinstance(tolerance, Tolerance) else default_tolerance(reference.precision, actual.precision)
-    )
-    by_site = tolerance if isinstance(tolerance, Mapping) else {}
+    reference, actual = told_apart(reference, actual)
+    require_same_inputs(reference, actual)
+    for_all, by_site = tolerances(tolerance, reference, actual)
+    default = for_all or default_tolerance(reference.precision, actual.precision)
+    replaced = groups_of(replaced, reference, actual)
     expected, found = by_call(reference, actual), by_call(actual, reference)
     found, clipped = past_relus(expected, found)
     expected, clipped_too = past_relus(found, expected)
-    refused = refused_calls(expected, found, reference, actual, tuple(map(tuple, replaced)))
+    refused = refused_calls(expected, found, reference, actual, replaced)
     for call, relu in (clipped | clipped_too).items():
         refused[call] = "quantised without negative values, as the ReLU behind it leaves them", f"compared at {relu[0]}"
     pairs, unmatched = [], []
@@ -60,7 +64,7 @@ def compare_layers(
         unmatched += _unmatched(found[call], actual.name, why_missing(call, found[call], actual, reference))
     if not pairs:
         raise LumenError(f"{actual.name} and {reference.name} have no layer in common; trace the same network twice.")
-    rows = [measured_once(same, by_site.get(same[0][0].site, default)) for same in distinct(pairs)]
+    rows = [measured_once(same, by_site, default) for same in distinct(pairs)]
     return LayerReport(
         reference.name,
         actual.name,
@@ -84,8 +88,10 @@ def refused_calls(
     expected: Layers, found: Layers, reference: LayerTrace, actual: LayerTrace, replaced: Sequence[tuple[str, ...]]
 ) -> dict[Call, Reason]:
     """Calls that both have and that must not be compared, with the reason."""
-    refused = standing_for_later(found, expected, actual.name) | standing_for_later(expected, found, reference.name)
-    refused |= between_replaced(expected, found, replaced)
+    between = between_replaced(expected, found, replaced)
+    outside = [{call: x for call, x in layers.items() if call not in between} for layers in (expected, found)]
+    refused = standing_for_later(*reversed(outside), actual.name) | standing_for_later(*outside, reference.name)
+    refused |= between
     rewritten = {path: "a rewrite" for group in replaced for path in group} | rewritten_in_one(reference, actual)
     counts = [Counter(site for site, _ in layers) for layers in (expected, found)]
     for site, number in expected.keys() & found.keys():
@@ -244,11 +250,15 @@ def distinct(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
     yield from groups.values()
 
 
-def measured_once(same: Sequence[Pair], tolerance: Tolerance) -> LayerRow:
-    """The row of the first of several pairs of the same tensors, with the others' sites."""
+def measured_once(same: Sequence[Pair], by_site: Mapping[str, Tolerance], default: Tolerance) -> LayerRow:
+    """The row of the first of several pairs of the same tensors, with the others' sites.
+
+    Its tolerance is that of the first of the sites that has one of its own.
+    """
     r, a, order = same[0]
+    tolerance = next((by_site[pair[0].site] for pair in same if pair[0].site in by_site), default)
     row = measured(r, replace(a, values=in_order(a.values, order, r.values.shape)), tolerance, order=order)
-    return replace(row, also=tuple(dict.fromkeys(pair[0].site or "(network)" for pair in same[1:])))
+    return replace(row, also=tuple(dict.fromkeys(pair[0].site or NETWORK for pair in same[1:])))
 
 
 def first_marked(rows: Sequence[LayerRow]) -> Iterator[LayerRow]:

@@ -45,6 +45,8 @@ def _judged(row: LayerRow, tolerance: Tolerance) -> tuple[bool, list[str]]:
     """Whether any bound applies to the row, and in words those that it breaks."""
     if row.max_abs is None:
         return True, ["the difference is not finite"]
+    if not math.prod(row.shape):
+        return False, []  # without values there is nothing that could differ
     checks = [
         (tolerance.max_of_scale, row.max_abs, lambda b: row.max_abs <= b * row.scale, "max {:.3g} > {:.3g}"),
         (tolerance.min_sqnr_db, row.sqnr_db, lambda b: row.identical or row.sqnr_db >= b, "SQNR {:.1f} < {:.1f} dB"),
@@ -52,6 +54,8 @@ def _judged(row: LayerRow, tolerance: Tolerance) -> tuple[bool, list[str]]:
         (tolerance.min_within_one, row.within_one, lambda b: row.within_one >= b, "{:.1%} < {:.1%} within one step"),
     ]
     broken, judged = [], False
+    if tolerance.min_sqnr_db is not None and row.sqnr_db is None and not row.identical:
+        broken, judged = ["it differs from a reference of zeros"], True
     for bound, figure, holds, words in checks:
         if bound is None or (figure is None and not row.identical):
             continue

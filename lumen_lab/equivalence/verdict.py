@@ -2,7 +2,8 @@
 
 An ``Exact`` claim is checked in float64, where an algebraic identity shrinks to rounding and an approximation does
 not; pure data movement must agree bit for bit. ``Bounded`` must hold on samples that reach the edges of its domain.
-``Learned`` is pending until a held-out score exists, never passed before.
+``Learned`` is pending until a held-out score exists, never passed before. Samples that cannot tell one function from
+another prove nothing: a check on them is pending too.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +24,19 @@ from lumen_lab.specs import Bounded, Claim, Exact, Learned, Record, html_table
 Sample = Tensor | tuple
 ORDER = ("failed", "pending", "passed")
 
+CANCELLED = 1e-4
+"""An output counts as no smaller than this part of the largest number that went in or came out with it. One that is
+zero but for what was cancelled keeps the rounding of the terms, 1e-14 of the largest; 1e-9 · 1e-4 = 1e-13 will do."""
+
 
 @dataclass(frozen=True)
 class Verdict(Record):
     """The outcome of one check: ``status`` is "passed", "failed" or "pending".
 
-    ``max_abs`` is the largest difference (None if it is not finite), ``tolerance`` what the claim allows (None: not a
-    numeric claim),
+    ``max_abs`` is the largest difference (None if it is not finite) of the output that comes nearest to what it may
+    differ, or goes furthest beyond; ``tolerance`` is what the claim allows that output (None: not a numeric claim),
     ``sqnr_db`` the signal-to-difference ratio (None when bit-identical), ``samples`` how many comparisons.
+    ``real_max_abs``: the largest difference on the network's own inputs, where edge cases were judged instead.
     """
 
     name: str
@@ -41,6 +48,7 @@ class Verdict(Record):
     sqnr_db: float | None
     samples: int
     note: str = ""
+    real_max_abs: float | None = None
 
     @property
     def passed(self) -> bool:
@@ -68,14 +76,15 @@ class VerdictTable(Record):
         return [row for v in sorted(self.verdicts, key=lambda v: ORDER.index(v.status)) for row in v.rows()]
 
     def summary(self) -> list[dict[str, object]]:
-        """One row a name: how many sites, how many passed, the worst difference."""
-        rows = []
-        for name in dict.fromkeys(v.name for v in self.verdicts):
-            mine = [v for v in self.verdicts if v.name == name]
-            worst = max((v.max_abs for v in mine if v.max_abs is not None), default=None)
-            passed = sum(v.passed for v in mine)
-            rows.append({"check": name, "claim": mine[0].claim, "sites": len(mine), "passed": passed, "worst": worst})
-        return rows
+        """One row a name: at how many sites its claim passed, is pending or failed, and the worst difference.
+
+        With a column more, "worst on real inputs", if a claim was judged on edge cases.
+        """
+        groups: dict[str, list[Verdict]] = {}
+        for verdict in self.verdicts:
+            groups.setdefault(verdict.name, []).append(verdict)
+        real = any(verdict.real_max_abs is not None for verdict in self.verdicts)
+        return [_summary_row(name, group, real) for name, group in groups.items()]
 
     def __str__(self) -> str:
         counts = Counter(verdict.status for verdict in self.verdicts)
@@ -90,6 +99,17 @@ class VerdictTable(Record):
             + (html_table(open_rows, caption="Not passed", limit=60) if open_rows else "")
             + f"<details><summary>Every check</summary>{html_table(self.rows())}</details>"
         )
+
+
+def _summary_row(name: str, verdicts: Sequence[Verdict], real: bool) -> dict[str, object]:
+    def worst(differences: Iterable[float | None]) -> float | None:
+        return max((value for value in differences if value is not None), default=None)
+
+    status = Counter(verdict.status for verdict in verdicts)
+    counts = {key: status[key] for key in reversed(ORDER)}
+    row = {"check": name, "claim": verdicts[0].claim, "sites": len(verdicts), **counts}
+    row["worst"] = worst(verdict.max_abs for verdict in verdicts)
+    return row | ({"worst on real inputs": worst(v.real_max_abs for v in verdicts)} if real else {})
 
 
 def check_equivalence(
@@ -112,12 +132,33 @@ def check_equivalence(
     if isinstance(claim, Learned):
         return learned_verdict(claim, score, name, site)
     dtype = torch.float64 if isinstance(claim, Exact) else None
-    pairs = list(output_pairs(in_dtype(reference, dtype), in_dtype(actual, dtype), samples, dtype))
-    return judge(pairs, claim, name=name, site=site)
+    made = list(runs(in_dtype(reference, dtype), in_dtype(actual, dtype), samples, dtype))
+    return judge_runs(made, claim, name=name, site=site)
 
 
-def judge(pairs: Sequence[tuple[Tensor, Tensor]], claim: Exact | Bounded, *, name: str, site: str) -> Verdict:
-    """The verdict on (reference, actual) tensors under a numeric claim."""
+def judge_runs(made: Sequence[Run], claim: Exact | Bounded, *, name: str, site: str) -> Verdict:
+    """The verdict on the outputs of ``runs`` under a numeric claim."""
+    largest = []
+    for run in made:
+        seen = max(map(magnitude, [*run.inputs, *(reference for reference, _ in run.outputs)]), default=0.0)
+        largest += [seen] * len(run.outputs)
+    return judge([pair for run in made for pair in run.outputs], claim, name=name, site=site, largest=largest)
+
+
+def judge(
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    claim: Exact | Bounded,
+    *,
+    name: str,
+    site: str,
+    largest: Sequence[float] | None = None,
+) -> Verdict:
+    """The verdict on (reference, actual) tensors under a numeric claim.
+
+    An ``Exact`` claim allows each pair ``max_abs_float64`` of its own scale: the reference's largest value, or the part
+    ``CANCELLED`` of ``largest``, for each pair the largest number that it was computed from or beside (by default that
+    of all references). Pending if it holds, but every reference is zero throughout.
+    """
     if not pairs:
         raise LumenError(f"The check of {name} {site} was given no samples; a check without samples proves nothing.")
     shapes = [(tuple(r.shape), tuple(a.shape)) for r, a in pairs if r.shape != a.shape]
@@ -126,15 +167,27 @@ def judge(pairs: Sequence[tuple[Tensor, Tensor]], claim: Exact | Bounded, *, nam
         return Verdict(name, site, claim_text(claim), "failed", None, None, None, len(pairs), note)
     if not sum(reference.numel() for reference, _ in pairs):
         return Verdict(name, site, claim_text(claim), "failed", None, None, None, len(pairs), "nothing to compare")
-    differences = [difference(r, a) for r, a in pairs]
-    worst = max(differences)
-    tolerance = allowed(claim, max(1.0, *(magnitude(r) for r, _ in pairs)))
+    worst, tolerance = _nearest_to_failing(pairs, claim, largest)
     identical = all(torch.equal(r, a) for r, a in pairs)
     held = identical if tolerance == 0 else worst <= tolerance
-    status = "passed" if held else "failed"
-    note = "bit for bit" if identical else "" if math.isfinite(worst) else "the difference is not finite"
+    told = any(bool(reference.any()) for reference, _ in pairs)
+    status = "failed" if not held else "passed" if told else "pending"
+    notes = ["bit for bit" if identical else "" if math.isfinite(worst) else "the difference is not finite"]
+    notes += [] if told or not held else ["every output is zero on these samples, which proves nothing: give others"]
     figures = finite(worst), tolerance, finite(sqnr_db(pairs))
-    return Verdict(name, site, claim_text(claim), status, *figures, len(pairs), note)
+    return Verdict(name, site, claim_text(claim), status, *figures, len(pairs), "; ".join(filter(None, notes)))
+
+
+def _nearest_to_failing(
+    pairs: Sequence[tuple[Tensor, Tensor]], claim: Exact | Bounded, largest: Sequence[float] | None
+) -> tuple[float, float]:
+    """(difference, tolerance) of the pair whose difference is the largest part of what it may be."""
+    scales = [magnitude(reference) for reference, _ in pairs]
+    least = [CANCELLED * number for number in largest or len(scales) * [max(scales)]]
+    judged = [
+        (difference(*pair), allowed(claim, max(bounds))) for pair, *bounds in zip(pairs, scales, least, strict=True)
+    ]
+    return max(judged, key=lambda pair: (pair[0] / pair[1] if pair[1] else math.inf if pair[0] else 0.0, pair[0]))
 
 
 def finite(value: float) -> float | None:
@@ -150,8 +203,10 @@ def allowed(claim: Exact | Bounded, scale: float) -> float:
 
 
 def learned_verdict(claim: Learned, score: float | None, name: str, site: str) -> Verdict:
-    """Pending without a score; then passed or failed by it."""
+    """Pending without a score; then passed or failed by it. ``LumenError`` for a score that is no number."""
     text = claim_text(claim)
+    if score is not None and (isinstance(score, bool) or not isinstance(score, Real)):
+        raise LumenError(f"The score of {name} is its {claim.metric}, a number; found {score!r}.")
     if score is None:
         return Verdict(name, site, text, "pending", None, None, None, 0, "no held-out score yet")
     status = "passed" if score >= claim.at_least else "failed"
@@ -167,19 +222,40 @@ def claim_text(claim: Claim) -> str:
     return f"learned: {claim.metric} ≥ {claim.at_least:g}"
 
 
-def output_pairs(reference, actual, samples: Iterable[Sample], dtype: torch.dtype | None):
-    """Run both on each sample without gradients; yields (reference, actual) tensors of every output."""
+@dataclass(frozen=True)
+class Run:
+    """One sample through both: the tensors that went in, and (reference, actual) pairs.
+
+    ``outputs`` are the pairs that came out, ``inputs_left`` what each side has left of its own copy of the inputs.
+    """
+
+    inputs: list[Tensor]
+    outputs: list[tuple[Tensor, Tensor]]
+    inputs_left: list[tuple[Tensor, Tensor]]
+
+
+def runs(reference, actual, samples: Iterable[Sample], dtype: torch.dtype | None) -> Iterator[Run]:
+    """Run both on each sample, in ``dtype`` if one is given, without gradients."""
     with torch.no_grad():
         for sample in samples:
-            inputs = sample if isinstance(sample, tuple) else (sample,)
-            inputs = tuple(cast(value, dtype) for value in inputs)
-            expected = tensors_of(reference(*own(inputs)))
-            found = tensors_of(actual(*own(inputs)))
-            if len(expected) != len(found):
-                raise LumenError(
-                    f"The reference returns {len(expected)} tensors, the other {len(found)}; compare alike."
-                )
-            yield from zip(expected, found, strict=True)
+            inputs = tuple(cast(value, dtype) for value in (sample if isinstance(sample, tuple) else (sample,)))
+            given = own(inputs), own(inputs)
+            outputs = paired(reference(*given[0]), actual(*given[1]))
+            yield Run(tensors_of(inputs), outputs, paired(*given))
+
+
+def paired(expected: object, found: object) -> list[tuple[Tensor, Tensor]]:
+    """The tensors of two outputs side by side; ``LumenError`` if there are more of them in one."""
+    reference, actual = tensors_of(expected), tensors_of(found)
+    if len(reference) != len(actual):
+        raise LumenError(f"The reference returns {len(reference)} tensors, the other {len(actual)}; compare alike.")
+    return list(zip(reference, actual, strict=True))
+
+
+def output_pairs(reference, actual, samples: Iterable[Sample], dtype: torch.dtype | None):
+    """Run both on each sample without gradients; yields (reference, actual) tensors of every output."""
+    for run in runs(reference, actual, samples, dtype):
+        yield from run.outputs
 
 
 def in_dtype(module: nn.Module | Callable, dtype: torch.dtype | None) -> nn.Module | Callable:

@@ -31,7 +31,23 @@ class DeformableConv2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         offset = self.offset_conv(x)
         modulator = 2.0 * torch.sigmoid(self.modulator_conv(x))
+        offset, modulator = with_readable_places(x, offset, modulator)
         return deform_conv2d(x, offset, self.regular_conv.weight, padding=self.padding, mask=modulator)
+
+
+def with_readable_places(x: Tensor, offset: Tensor, modulator: Tensor) -> tuple[Tensor, Tensor]:
+    """Offsets (N, 2k², H, W) without NaN, and modulators (N, k², H, W) that are NaN where one was: the output is too.
+
+    torchvision's look-up reads out of bounds where a place is NaN, which ends the process. A graph that is being
+    recorded holds nothing of this.
+    """
+    recorded = type(offset) is not Tensor or torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if recorded or offset.is_meta or offset.detach().sum().isfinite():  # one NaN makes the sum NaN
+        return offset, modulator
+    lost = offset.isnan()
+    outside = 2.0 * (x.shape[-2] + x.shape[-1]) + offset.shape[1]  # of the image, from any place
+    by_tap = lost.unflatten(1, (-1, 2)).any(2)
+    return offset.masked_fill(lost, outside), modulator.masked_fill(by_tap, float("nan"))
 
 
 class AsppBranch(nn.Module):

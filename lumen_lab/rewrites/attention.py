@@ -17,10 +17,12 @@ from torch.nn import functional as F
 from lumen_lab.network.swin import (
     MASKED,
     CyclicShift,
+    CyclicUnshift,
     SwinBlock,
     WindowMerge,
     WindowPartition,
 )
+from lumen_lab.rewrites.convolution import parts_unlike, unlike
 from lumen_lab.rewrites.record import SIZES_FIRST, Constraint, FixedTensors, Rewrite, Site
 from lumen_lab.specs import Exact
 
@@ -30,8 +32,9 @@ NOTHING = (0, 0, 0, 0, 0, 0)
 class WindowPartition4d(nn.Module):
     """``WindowPartition`` with no tensor above rank four: rows of windows first, then windows of a row.
 
-    The pad adds nothing, and stands in the exported graph: without an operation of its own here the compiler joins the
-    reshape with those inside the linear layers behind it, and then cuts every window out of tiles that hold several.
+    The pad adds nothing and is one Pad node of the ONNX file for each partition: without an operation of its own here
+    the compiler joins the reshape with those inside the linear layers behind it, and then cuts every window out of
+    tiles that hold several.
     """
 
     def __init__(self, window: int):
@@ -101,6 +104,14 @@ def _partition_4d(site: Site) -> dict[str, nn.Module]:
     return {site.path: WindowPartition4d(site.module.window)}
 
 
+def _no_partition(site: Site) -> str | None:
+    return unlike(site.module, WindowPartition)
+
+
+def _no_merge(site: Site) -> str | None:
+    return unlike(site.module, WindowMerge)
+
+
 def _merge_4d(site: Site) -> dict[str, nn.Module]:
     return {site.path: WindowMerge4d(site.module.window)}
 
@@ -121,7 +132,9 @@ def _not_shifted(site: Site) -> str | None:
     shift = site.module.shift
     if not isinstance(shift, CyclicShift):
         return "the shift of this block has been rewritten already"
-    return "this block does not shift its windows" if shift.shift == 0 else None
+    if shift.shift == 0:
+        return "this block does not shift its windows"
+    return parts_unlike(site.module, {"shift": CyclicShift, "unshift": CyclicUnshift})
 
 
 WINDOWS_FIRST = tuple(
@@ -134,6 +147,7 @@ CONVERT_WINDOW_PARTITION_TO_4D = Rewrite(
     name="convert_window_partition_to_4d",
     replaces=WindowPartition,
     built=_partition_4d,
+    refused=_no_partition,
     claim=Exact(movement=True),
     because="the published partition goes through rank 6, which HTP takes at batch 1 only (the provider drops an axis) "
     "and refuses from batch 2 on",
@@ -145,6 +159,7 @@ CONVERT_WINDOW_MERGE_TO_4D = Rewrite(
     name="convert_window_merge_to_4d",
     replaces=WindowMerge,
     built=_merge_4d,
+    refused=_no_merge,
     claim=Exact(movement=True),
     because="the inverse of the partition, through rank 6 as well",
     source=CONVERT_WINDOW_PARTITION_TO_4D.source,

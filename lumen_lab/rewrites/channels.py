@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from lumen_lab.errors import RewriteError
 from lumen_lab.network.decoder import Decoder
-from lumen_lab.rewrites.convolution import has_hooks
+from lumen_lab.rewrites.convolution import DEFORM_REWRITES, slots, unlike
+from lumen_lab.rewrites.parameters import whole_number
 from lumen_lab.rewrites.record import Constraint, Rewrite, Site, by_name, with_weights
 from lumen_lab.specs import Exact
 
@@ -26,12 +27,12 @@ class InputSplitConv(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(parts)
         self.groups = parts[0].groups
+        self.widths = [part.in_channels // self.groups for part in parts]  # kept: a part may be cut again
 
     def forward(self, x: Tensor) -> Tensor:
         read = 0
         outputs = []
-        for part in self.parts:
-            width = part.in_channels // self.groups
+        for part, width in zip(self.parts, self.widths, strict=True):
             outputs.append(part(self.slice_of(x, read, read + width)))
             read += width
         return reduce(torch.add, outputs)
@@ -109,40 +110,28 @@ def _split_over_outputs(max_channels: int, site: Site) -> dict[str, nn.Module]:
     return {site.path: OutputSplitConv(parts, reads)}
 
 
-def _unlike_a_conv(site: Site) -> str | None:
-    conv = site.module
-    if type(conv) is not nn.Conv2d:
-        return f"it is a {type(conv).__name__}, which may compute something else than a Conv2d"
-    if conv.padding_mode != "zeros":
-        return f"it pads with '{conv.padding_mode}', and the parts would pad with zeros"
-    if has_hooks(conv):
-        return "it has hooks, which its parts would lose; remove them first"
-    return None
-
-
 def _narrow_inputs(wider_than: int, site: Site) -> str | None:
     width = site.module.weight.shape[1]
     if width <= wider_than:
         return f"it reads no more than {wider_than} channels" + (" a group" if site.module.groups > 1 else "")
-    return _unlike_a_conv(site)
+    return unlike(site.module, nn.Conv2d)
 
 
 def _narrow_outputs(max_channels: int, site: Site) -> str | None:
     if site.module.out_channels <= max_channels:
         return f"it gives no more than {max_channels} channels"
-    return _unlike_a_conv(site)
+    return unlike(site.module, nn.Conv2d)
 
 
 def checked_channels(name: str, value: int) -> int:
     """The value itself; ``RewriteError`` unless it is a whole number above 0."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise RewriteError(f"{name} is a whole number of channels from 1 on, asked for {value!r}; 1024 or 32 would do.")
-    return value
+    return whole_number(name, value, of="channels", instead="1024 or 32 would do")
 
 
 MEASURED = "compiles for SM8850 with onnxruntime-qnn 2.7.0 (QAIRT 2.51): tests/benchmarks/convolution_traffic.py"
 PADDED_FIRST = Constraint("pad_channels", "it fills the channels of whole convs up, not those of their parts")
 FOLDED_FIRST = Constraint("fold_batch_norm", "a norm is folded into the one conv before it, not into parts of it")
+WHOLE_FIRST = tuple(Constraint(name, "it takes the weights of whole convs, not of parts") for name in DEFORM_REWRITES)
 
 
 def split_conv_over_inputs(max_channels: int = 1024, *, wider_than: int | None = None) -> Rewrite:
@@ -165,7 +154,7 @@ def split_conv_over_inputs(max_channels: int = 1024, *, wider_than: int | None =
         "in float16, where its input is spilled; in INT8 this compiler needs it no more (5.2 MB either way), nor does "
         "the 1×1 conv behind the ASPP's concat",
         source=MEASURED,
-        after=(PADDED_FIRST, FOLDED_FIRST),
+        after=(PADDED_FIRST, FOLDED_FIRST, *WHOLE_FIRST),
         code=f"split_conv_over_inputs({arguments})",
     )
 
@@ -185,6 +174,7 @@ def split_conv_over_outputs(max_channels: int = 1024) -> Rewrite:
         after=(
             PADDED_FIRST,
             FOLDED_FIRST,
+            *WHOLE_FIRST,
             Constraint("split_conv_over_inputs", "a conv that is wide on both sides is cut over its inputs first"),
         ),
         code=f"split_conv_over_outputs(max_channels={max_channels})",
@@ -230,14 +220,17 @@ def padded_norm(norm: nn.BatchNorm2d, more: int) -> nn.BatchNorm2d:
     return new
 
 
-def missing_channels(decoder: dict[str, nn.Module], multiple: int) -> Iterator[tuple[tuple, tuple, int]]:
+def missing_channels(site: Site, multiple: int) -> Iterator[tuple[tuple, tuple, int]]:
     """(makers, readers, channels to add) of every group of ``CHANNEL_GROUPS`` that is no multiple and can be padded."""
+    decoder = inside(site)[1]
     for makers, readers in CHANNEL_GROUPS:
-        made, read = ([decoder.get(path) for path in side] for side in (makers, readers))
-        plain = type(made[0]) is nn.Conv2d and all(type(module) is nn.Conv2d for module in read)
-        if plain and all(type(module) in (nn.BatchNorm2d, nn.Identity) for module in made[1:]):
-            missing = -made[0].out_channels % multiple
-            if missing and made[0].groups == 1 and not any(map(has_hooks, made + read)):
+        first, *norms = (decoder.get(path) for path in makers)
+        convs = [first, *(decoder.get(path) for path in readers)]
+        plain = not any(unlike(conv, nn.Conv2d) for conv in convs)
+        plain = plain and all(isinstance(norm, nn.Identity) or not unlike(norm, nn.BatchNorm2d) for norm in norms)
+        if plain and all(slots(site, module) == 1 for module in (*convs, *norms)):
+            missing = -first.out_channels % multiple
+            if missing and first.groups == 1:
                 yield makers, readers, missing
 
 
@@ -250,7 +243,7 @@ def inside(site: Site) -> tuple[str, dict[str, nn.Module]]:
 def _padded(multiple: int, site: Site) -> dict[str, nn.Module]:
     prefix, decoder = inside(site)
     outputs, inputs = Counter(), Counter()
-    for makers, readers, missing in missing_channels(decoder, multiple):
+    for makers, readers, missing in missing_channels(site, multiple):
         outputs.update(dict.fromkeys(makers, missing))
         inputs.update(dict.fromkeys(readers, missing))
     built = {}
@@ -264,8 +257,8 @@ def _padded(multiple: int, site: Site) -> dict[str, nn.Module]:
 
 
 def _nothing_to_pad(multiple: int, site: Site) -> str | None:
-    if next(missing_channels(inside(site)[1], multiple), None) is None:
-        return f"between its convs there are multiples of {multiple} channels everywhere"
+    if next(missing_channels(site, multiple), None) is None:
+        return f"between its plain convs there are multiples of {multiple} channels everywhere"
     return None
 
 
@@ -282,9 +275,9 @@ def pad_channels(multiple: int = VECTOR_CHANNELS) -> Rewrite:
         built=partial(_padded, multiple),
         refused=partial(_nothing_to_pad, multiple),
         claim=Exact(),
-        because="HTP's memory layout holds 32 channels to a tile; this compiler fills them up itself (16, 24 and 48 "
-        "channels cost the bytes and tiles of 32, 32 and 64, float16 and INT8): needed by a compiler that does not",
-        source=MEASURED,
+        because="it costs with this compiler, which fills its tiles of 32 channels up itself: alone, 16 % more MACs, "
+        "18 % more DRAM and no fewer tiles (micro). Worth it only for a compiler that does not",
+        source=f"data/recorded/plan_costs_micro.json; {MEASURED}",
         after=(
             Constraint("fold_full_resolution_tail", "the channels between the convs of the tail are gone then"),
             Constraint("substitute_slim_tail", "the channels between the convs of the tail are gone then"),

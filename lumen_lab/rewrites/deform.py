@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lumen_lab.errors import RewriteError
 from lumen_lab.network.deform import DeformableConv2d
+from lumen_lab.rewrites.convolution import SumOfConvs, parts_unlike, unlike
+from lumen_lab.rewrites.parameters import whole_number
 from lumen_lab.rewrites.record import SIZES_FIRST, FixedTensors, Rewrite, Site, with_weights
 from lumen_lab.specs import Exact
 
@@ -57,13 +58,15 @@ def sampled(x: Tensor, places: Tensor, modulator: Tensor) -> Tensor:
     return weighted.reshape(n, height, width, taps * x.shape[1]).permute(0, 3, 1, 2)
 
 
-class GridSampleConv(nn.Module):
+class GridSampleConv(SumOfConvs):
     """``DeformableConv2d`` as a ``grid_sample`` and a 1×1 conv for every few taps, summed.
 
     Of the k² samples of a pixel only a few are alive at a time, and those fit the NPU's on-chip memory; each of
     ``tap_convs`` takes as many taps as it has input channels for. ``offset_conv`` gives (dx, dy) per tap, in the order
     in which ``grid_sample`` reads them.
     """
+
+    summed = "tap_convs"
 
     def __init__(self, offset_conv: nn.Conv2d, modulator_conv: nn.Conv2d, tap_convs: Sequence[nn.Conv2d]):
         super().__init__()
@@ -104,6 +107,12 @@ def tap_major(weight: Tensor) -> Tensor:
     return weight.flatten(2).transpose(1, 2).reshape(len(weight), -1, 1, 1)
 
 
+def not_as_published(site: Site) -> str | None:
+    """Why a deformable conv has no weights to take: it or one of its convs is something else by now."""
+    names = ("offset_conv", "modulator_conv", "regular_conv")
+    return unlike(site.module, DeformableConv2d) or parts_unlike(site.module, dict.fromkeys(names, nn.Conv2d))
+
+
 def _decomposed(taps_at_once: int, site: Site) -> dict[str, nn.Module]:
     deform: DeformableConv2d = site.module
     weight = deform.regular_conv.weight
@@ -117,6 +126,16 @@ def _decomposed(taps_at_once: int, site: Site) -> dict[str, nn.Module]:
         module.grid((size[0], size[1]), weight)
         module.pixel((size[0], size[1]), weight)
     return {site.path: module}
+
+
+def _not_as_decomposed(site: Site) -> str | None:
+    """Why a grid-sample form is no deformable conv any more."""
+    form: GridSampleConv = site.module
+    reason = unlike(form, GridSampleConv) or parts_unlike(form, {"offset_conv": nn.Conv2d, "modulator_conv": nn.Conv2d})
+    reasons = [reason, *(unlike(conv, nn.Conv2d, called="one of its tap_convs") for conv in form.tap_convs)]
+    if not any(reasons) and any(conv.bias is not None for conv in form.tap_convs):
+        return "its tap_convs have a bias (a norm was folded into them), for which a DeformableConv2d has no place"
+    return next(filter(None, reasons), None)
 
 
 def _recomposed(site: Site) -> dict[str, nn.Module]:
@@ -134,20 +153,18 @@ def _recomposed(site: Site) -> dict[str, nn.Module]:
 
 
 def decompose_deform_conv(*, taps_at_once: int = TAPS_AT_ONCE) -> Rewrite:
-    """A deformable conv as grid samples of up to ``taps_at_once`` taps each; raises ``RewriteError`` below one.
+    """A deformable conv as grid samples of up to ``taps_at_once`` taps each; ``RewriteError`` unless that is whole.
 
     Of 7, 9 and 14 taps, compiled in BiRefNet-lite's decoder at 256² to 640² (``tests/benchmarks/
     exact_deform_traffic.py``), the default moves the least DRAM bytes in sum, not at every size: more samples crowd the
     on-chip memory, fewer leave more partial sums, and what is spilled is not monotonic in either.
     """
-    if taps_at_once < 1:
-        raise RewriteError(
-            f"taps_at_once is a whole number from 1 on, asked for {taps_at_once!r}; {TAPS_AT_ONCE} is the default."
-        )
+    whole_number("taps_at_once", taps_at_once, of="taps", instead=f"{TAPS_AT_ONCE} is the default")
     return Rewrite(
         name="decompose_deform_conv",
         replaces=DeformableConv2d,
         built=partial(_decomposed, taps_at_once),
+        refused=not_as_published,
         claim=Exact(),
         after=(SIZES_FIRST,),
         because="the NPU compiler has no DeformConv; GridSample, Mul and 1×1 Convs compute the same numbers",
@@ -162,6 +179,7 @@ RECOMPOSE_DEFORM_CONV = Rewrite(
     name="recompose_deform_conv",
     replaces=GridSampleConv,
     built=_recomposed,
+    refused=_not_as_decomposed,
     claim=Exact(),
     because="a network trained in the grid-sample form is saved under the published names",
     source="the inverse of decompose_deform_conv",

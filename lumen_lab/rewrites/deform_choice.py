@@ -1,130 +1,82 @@
-"""Which of the five ways to write each deformable conv: predicted from its statistics, measured, and made a plan.
-
-The prediction is the share of a site's output energy that a replacement gets wrong. It treats taps, modulators and
-input as independent of each other, which they are not: ``measure_choices`` sets the measured error beside it.
-"""
+"""Which of the five ways to write each deformable conv: suggested from its statistics, measured, and made a plan."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from lumen_lab.errors import RewriteError
+from lumen_lab.network.deform import DeformableConv2d
 from lumen_lab.rewrites.deform import DECOMPOSE_DEFORM_CONV
+from lumen_lab.rewrites.deform_data import DeformStatistics, Fits, FittedConv, SiteStatistics, load_fits
 from lumen_lab.rewrites.deform_fit import (
-    FittedConv,
     fit_modulated_convs,
     fit_plain_convs,
     fit_separable_convs,
 )
-from lumen_lab.rewrites.deform_shifts import approximate_deform_conv_by_shifts
-from lumen_lab.rewrites.deform_sites import deform_sites, site_inputs
-from lumen_lab.rewrites.deform_statistics import DeformStatistics, SiteStatistics
-from lumen_lab.rewrites.deform_substitutes import (
-    substitute_modulated_conv,
-    substitute_plain_conv,
-    substitute_separable_conv,
+from lumen_lab.rewrites.deform_prediction import (
+    DECOMPOSE,
+    LARGEST_SUM,
+    SHIFTS,
+    SUBSTITUTES,
+    Choice,
+    all_choices,
+    decibels,
+    predicted_error,
 )
+from lumen_lab.rewrites.deform_shifts import approximate_deform_conv_by_shifts
+from lumen_lab.rewrites.deform_sites import Sites, deform_sites, site_inputs
+from lumen_lab.rewrites.deform_substitutes import KnownStatistics, is_file
 from lumen_lab.rewrites.plan import Plan, only_at
 from lumen_lab.rewrites.record import Rewrite, Site
 from lumen_lab.specs import Record
 
-DECOMPOSE, SHIFTS = DECOMPOSE_DEFORM_CONV.name, "approximate_deform_conv_by_shifts"
 FITS = {
     "substitute_plain_conv": fit_plain_convs,
     "substitute_separable_conv": fit_separable_convs,
     "substitute_modulated_conv": fit_modulated_convs,
 }
-SUBSTITUTES = {
-    "substitute_plain_conv": substitute_plain_conv,
-    "substitute_separable_conv": substitute_separable_conv,
-    "substitute_modulated_conv": substitute_modulated_conv,
-}
-CHEAPEST_FIRST = ("substitute_plain_conv", "substitute_separable_conv", DECOMPOSE, "substitute_modulated_conv", SHIFTS)
-"""By the tiles that the compiler makes of one conv alone (64 → 256 channels, 64 × 64, float16, SM8850), for kernels of
-1, 3 and 7: plain 336, 337, 337; separable 367, 368, 368; decomposed 396, 470, 1,233; modulated 357, 511, 1,678; shifts
-of radius 1 739, 3,583, 18,031. How long a tile of look-ups takes on a phone is not known from this."""
-
-LARGEST_SUM = 100
-"""Products that shifts may take, k²·(2r + 1)²: about as many tiles as eleven 3×3 convs. A 7×7 conv takes 441 at
-radius 1: 18,031 tiles, and 166 MB of DRAM where the conv itself moves 7."""
-
-Fits = Mapping[str, Mapping[str, FittedConv]]
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A way to write a deformable conv: the name of a rewrite, and the radius of shifts (0 for the others)."""
+def rewrite_for(
+    choice: Choice, *, statistics: KnownStatistics = None, fitted: Fits | str | Path | None = None
+) -> Rewrite:
+    """The record of a choice; a substitute starts from its fit in ``fitted``, else from ``statistics``.
 
-    replacement: str
-    radius: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.replacement}(radius={self.radius})" if self.radius else self.replacement
-
-
-def all_choices(radii: Sequence[int]) -> tuple[Choice, ...]:
-    """Every choice, cheapest first."""
-    return (*map(Choice, CHEAPEST_FIRST[:-1]), *(Choice(SHIFTS, radius) for radius in radii))
-
-
-def rewrite_for(choice: Choice, *, statistics: DeformStatistics | None = None, fitted: Fits | None = None) -> Rewrite:
-    """The record of a choice; a substitute starts from its fit in ``fitted``, else from ``statistics``."""
+    Either may be the path of the file that keeps it, which the record's code then names.
+    """
     if choice.replacement == SHIFTS:
         return approximate_deform_conv_by_shifts(radius=choice.radius)
     if choice.replacement == DECOMPOSE:
         return DECOMPOSE_DEFORM_CONV
-    kernels = (fitted or {}).get(choice.replacement)
-    made = SUBSTITUTES[choice.replacement](statistics=None if kernels else statistics, fitted=kernels)
-    return replace(made, code=f"{choice.replacement}(fitted=fitted[{choice.replacement!r}])") if kernels else made
+    substitute = SUBSTITUTES[choice.replacement]
+    kernels = fits_in(fitted).get(choice.replacement)
+    if not kernels:
+        return substitute(statistics=statistics)
+    if is_file(fitted):
+        return substitute(fitted=fitted)
+    return replace(substitute(fitted=kernels), code=f"{choice.replacement}(fitted=fitted[{choice.replacement!r}])")
+
+
+def fits_in(fitted: Fits | str | Path | None) -> Fits:
+    """The fits themselves, read if they are in a file."""
+    return load_fits(fitted) if is_file(fitted) else fitted or {}
 
 
 def fit_substitutes(
-    model: nn.Module, images: Sequence[Tensor], *, sites: Sequence[str] | None = None
+    model: nn.Module, images: Sequence[Tensor], *, sites: Sites = None
 ) -> dict[str, dict[str, FittedConv]]:
     """The least-squares start of all three substitutes, by the rewrite's name and then by site."""
     return {name: fit(model, images, sites=sites) for name, fit in FITS.items()}
 
 
-# Predicted
-
-
-def predicted_error(known: SiteStatistics, choice: Choice) -> float:
-    """Share of the output's energy that a choice should get wrong: 0 is exact, 1 is as bad as no output at all.
-
-    With ρ_r the mean correlation of the input at the distance by which an offset exceeds r, S the share of what the
-    taps read that lies inside the image and S_r the same with offsets clamped to r:
-
-    - shifts of radius r: 1 + S_r/S − 2·ρ_r, the energy of the difference of two such samples; 0 if no offset exceeds r;
-    - a fitted conv without offsets: 1 − ρ_0²·min(1, S/S_0)·c, what a sample that correlates so leaves unexplained;
-      c is 1 with the modulator kept, ``constant_share`` for the plain conv and ``attention_share · rank_one_share`` for
-      the separable one. The other taps of the window, which the fit uses too, are not counted.
-    """
-    if choice.replacement == DECOMPOSE or (choice.replacement == SHIFTS and known.offset_max_px <= choice.radius):
-        return 0.0
-    if choice.radius and choice.radius not in known.radii:
-        raise RewriteError(f"Radius {choice.radius} is not among the statistics' radii {known.radii}; measure it too.")
-    correlation = known.mean_correlation(choice.radius)
-    share = known.inside_share_within[(0, *known.radii).index(choice.radius)]
-    overlap = known.inside_share / max(share, 1e-12)
-    if choice.replacement == SHIFTS:
-        return max(0.0, 1 + 1 / max(overlap, 1e-12) - 2 * correlation)
-    kept = {
-        "substitute_plain_conv": known.constant_share,
-        "substitute_separable_conv": known.attention_share * known.rank_one_share,
-        "substitute_modulated_conv": 1.0,
-    }[choice.replacement]
-    return min(1.0, max(0.0, 1 - correlation**2 * min(1.0, overlap) * kept))
-
-
-def decibels(error: float) -> float | None:
-    """SQNR of a share of the energy that is wrong; None for an exact one."""
-    return -10 * math.log10(error) if error > 0 else None
+def with_exact(row: dict[str, object]) -> dict[str, object]:
+    """The row of a table with "exact" where a SQNR is None."""
+    return {key: "exact" if key.endswith("_db") and value is None else value for key, value in row.items()}
 
 
 @dataclass(frozen=True)
@@ -138,6 +90,9 @@ class Suggestion(Record):
     predicted_error: float
     predicted_db: float | None
     reason: str
+
+    def rows(self) -> list[dict[str, object]]:
+        return [with_exact(row) for row in super().rows()]
 
     @property
     def choice(self) -> Choice:
@@ -171,7 +126,7 @@ def affordable(choice: Choice, known: SiteStatistics, look_up: bool) -> bool:
 
 def suggested(known: SiteStatistics, at_least_db: float, look_up: bool) -> Suggestion:
     """The suggestion for one site."""
-    choices = [choice for choice in all_choices(known.radii) if affordable(choice, known, look_up)]
+    choices = [choice for choice in all_choices(known.kernel, known.radii) if affordable(choice, known, look_up)]
     errors = {choice: predicted_error(known, choice) for choice in choices}
     good = [choice for choice in choices if errors[choice] <= 10 ** (-at_least_db / 10)]
     learned = [choice for choice in choices if choice.replacement in SUBSTITUTES]
@@ -223,6 +178,9 @@ class ChoiceRow(Record):
     predicted_db: float | None
     measured_db: float | None
 
+    def rows(self) -> list[dict[str, object]]:
+        return [with_exact(row) for row in super().rows()]
+
 
 @dataclass(frozen=True)
 class ChoiceTable(Record):
@@ -235,11 +193,11 @@ class ChoiceTable(Record):
         return [row for entry in self.choices for row in entry.rows()]
 
     def by_site(self) -> list[dict[str, object]]:
-        """One row a site, a column a choice: the measured SQNR in dB."""
+        """One row a site, a column a choice: the measured SQNR in dB, or "exact"."""
         table: dict[str, dict[str, object]] = {}
         for entry in self.choices:
             row = table.setdefault(entry.site, {"site": entry.site, "kernel": entry.kernel})
-            row[str(Choice(entry.replacement, entry.radius))] = entry.measured_db
+            row[str(Choice(entry.replacement, entry.radius))] = entry.rows()[0]["measured_db"]
         return list(table.values())
 
     def rank_correlation(self) -> float:
@@ -255,43 +213,63 @@ def measure_choices(
     images: Iterable[Tensor],
     *,
     statistics: DeformStatistics,
-    fitted: Fits | None = None,
-    sites: Sequence[str] | None = None,
+    fitted: Fits | str | Path | None = None,
+    sites: Sites = None,
 ) -> ChoiceTable:
     """The SQNR of every choice at every site, on the inputs that flow there, beside the predicted one.
 
     A site is measured with everything before it as it was: Σ y² over Σ (y − y')², all pixels of all ``images`` (gone
     through once). Substitutes start from ``fitted`` (``fit_substitutes``), else from the statistics; give other images
-    than they were fitted to.
+    than they were fitted to. ``sites``: paths, or all that there are statistics of. ``RewriteError`` without a picture,
+    for a site that has no statistics, and where pictures or weights are not finite.
     """
     convs = deform_sites(model, sites if sites is not None else list(statistics.by_site))
-    choices = {path: all_choices(statistics.by_site[path].radii) for path in convs}
-    signal = dict.fromkeys(convs, 0.0)
-    noise = {path: dict.fromkeys(choices[path], 0.0) for path in convs}
+    kept = fits_in(fitted)
+    sums = {path: SiteErrors(path, conv, known_at(path, statistics), kept) for path, conv in convs.items()}
     pictures = 0
     with torch.no_grad():
-        make = partial(rewrite_for, statistics=statistics, fitted=fitted)
-        built = {path: {c: built_at(path, convs[path], make(c)) for c in choices[path]} for path in convs}
-        for given in site_inputs(model, images, convs):
-            pictures += 1
+        for count, given in site_inputs(model, images, convs):
+            pictures += count
             for path, x in given:
-                expected = convs[path](x)
-                signal[path] += float(expected.double().square().sum())
-                for choice, module in built[path].items():
-                    noise[path][choice] += float((expected - module(x)).double().square().sum())
-    rows = [
-        ChoiceRow(
-            path,
-            convs[path].regular_conv.kernel_size[0],
-            choice.replacement,
-            choice.radius,
-            decibels(predicted_error(statistics.by_site[path], choice)),
-            decibels(noise[path][choice] / max(signal[path], 1e-300)),
-        )
-        for path in convs
-        for choice in choices[path]
-    ]
-    return ChoiceTable(tuple(rows), pictures)
+                sums[path].add(x)
+    return ChoiceTable(tuple(row for each in sums.values() for row in each.rows()), pictures)
+
+
+def known_at(path: str, statistics: DeformStatistics) -> SiteStatistics:
+    """The statistics of one site; ``RewriteError`` if there are none."""
+    known = statistics.by_site.get(path)
+    if known is None:
+        found = ", ".join(statistics.by_site) or "no site"
+        raise RewriteError(f"The statistics given have no entry for {path}, only for {found}; measure it as well.")
+    return known
+
+
+class SiteErrors:
+    """Σ y² of one site, and Σ (y − y')² of every choice there, while pictures go by."""
+
+    def __init__(self, path: str, conv: DeformableConv2d, known: SiteStatistics, fitted: Fits):
+        self.path, self.conv, self.known = path, conv, known
+        choices = all_choices(known.kernel, known.radii)
+        only = DeformStatistics((known,))
+        with torch.no_grad():
+            self.built = {c: built_at(path, conv, rewrite_for(c, statistics=only, fitted=fitted)) for c in choices}
+        self.signal, self.noise = 0.0, dict.fromkeys(choices, 0.0)
+
+    def add(self, x: Tensor) -> None:
+        """One batch's input (N, C, H, W)."""
+        expected = self.conv(x)
+        self.signal += float(expected.double().square().sum())
+        for choice, module in self.built.items():
+            self.noise[choice] += float((expected - module(x)).double().square().sum())
+
+    def rows(self) -> list[ChoiceRow]:
+        """A row a choice."""
+        return [self.row(choice, noise / max(self.signal, 1e-300)) for choice, noise in self.noise.items()]
+
+    def row(self, choice: Choice, error: float) -> ChoiceRow:
+        predicted_db = decibels(predicted_error(self.known, choice))
+        name, radius = choice.replacement, choice.radius
+        return ChoiceRow(self.path, self.known.kernel, name, radius, predicted_db, decibels(error))
 
 
 def built_at(path: str, conv: nn.Module, rule: Rewrite) -> nn.Module:
@@ -307,10 +285,11 @@ def built_at(path: str, conv: nn.Module, rule: Rewrite) -> nn.Module:
 
 
 def plan_for(
-    suggestions: SuggestionTable, *, statistics: DeformStatistics | None = None, fitted: Fits | None = None
+    suggestions: SuggestionTable, *, statistics: KnownStatistics = None, fitted: Fits | str | Path | None = None
 ) -> Plan:
     """The plan that makes the suggestions true: one rewrite a kind, each at its sites.
 
+    Given the paths of files (``statistics.save``, ``save_fits``), the plan can be written as code and made again.
     Shifts of several radii become one rewrite of the largest, which errs no more: a plan has a rewrite once.
     """
     sites: dict[str, list[Suggestion]] = {}

@@ -13,16 +13,16 @@ were held out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lumen_lab.errors import RewriteError
 from lumen_lab.network.deform import DeformableConv2d
-from lumen_lab.rewrites.deform_sites import deform_sites, site_inputs
+from lumen_lab.rewrites.deform_data import FittedConv
+from lumen_lab.rewrites.deform_sites import Sites, deform_sites, site_inputs
 from lumen_lab.rewrites.deform_substitutes import (
     attention_conv,
     attention_kernel,
@@ -39,16 +39,6 @@ POSITIONS = 2048
 
 HELD_OUT_EVERY = 4
 SWEEPS = 5
-
-
-@dataclass(frozen=True)
-class FittedConv:
-    """Kernel (O, C, k, k) and bias (O,) of one site, the λ that was taken and the SQNR on the pictures held out."""
-
-    weight: Tensor
-    bias: Tensor
-    ridge: float
-    held_out_db: float | None
 
 
 @dataclass
@@ -94,18 +84,16 @@ class NormalEquations:
         return max(missed, 0.0) / max(self.energy, 1e-300)
 
 
-def fit_plain_convs(model: nn.Module, images: Iterable, *, sites: Sequence[str] | None = None) -> dict[str, FittedConv]:
+def fit_plain_convs(model: nn.Module, images: Iterable, *, sites: Sites = None) -> dict[str, FittedConv]:
     """The k×k conv nearest to each deformable conv of ``model`` over ``images``, by site path.
 
     ``images``: normalised batches (N, 3, H, W), gone through once; ``sites``: paths, or all. At most ``POSITIONS``
     pixels of a picture are looked at, and the sums of a site take 2·(C·k² + 1)² float64.
     """
-    return fit(model, images, sites, patches, mean_kernel)
+    return fit(model, images, sites, "substitute_plain_conv", patches, mean_kernel)
 
 
-def fit_modulated_convs(
-    model: nn.Module, images: Iterable, *, sites: Sequence[str] | None = None
-) -> dict[str, FittedConv]:
+def fit_modulated_convs(model: nn.Module, images: Iterable, *, sites: Sites = None) -> dict[str, FittedConv]:
     """As ``fit_plain_convs``, the taps weighted by the site's own modulator."""
 
     def weighted(deform: DeformableConv2d, x: Tensor) -> Tensor:
@@ -113,12 +101,10 @@ def fit_modulated_convs(
         taps = patches(deform, x).unflatten(1, (x.shape[1], -1))
         return (taps * modulator[:, None]).flatten(1, 2)
 
-    return fit(model, images, sites, weighted, regular_kernel)
+    return fit(model, images, sites, "substitute_modulated_conv", weighted, regular_kernel)
 
 
-def fit_separable_convs(
-    model: nn.Module, images: Iterable, *, sites: Sequence[str] | None = None
-) -> dict[str, FittedConv]:
+def fit_separable_convs(model: nn.Module, images: Iterable, *, sites: Sites = None) -> dict[str, FittedConv]:
     """As ``fit_plain_convs``, patches times the attention map, and the kernel depthwise k×k and pointwise.
 
     The kernel is fitted whole, cut to rank one per input channel, then its two factors are fitted in turn.
@@ -128,7 +114,7 @@ def fit_separable_convs(
         attention = 2.0 * torch.sigmoid(attention_conv(deform)(x)).flatten(2)
         return patches(deform, x) * attention
 
-    return fit(model, images, sites, attended, attention_kernel, finish=separated)
+    return fit(model, images, sites, "substitute_separable_conv", attended, attention_kernel, finish=separated)
 
 
 def patches(deform: DeformableConv2d, x: Tensor) -> Tensor:
@@ -139,23 +125,21 @@ def patches(deform: DeformableConv2d, x: Tensor) -> Tensor:
 def fit(
     model: nn.Module,
     images: Iterable,
-    sites: Sequence[str] | None,
+    sites: Sites,
+    substitute: str,
     features: Callable[[DeformableConv2d, Tensor], Tensor],
     start: Callable[[DeformableConv2d], Tensor],
     finish: Callable[[NormalEquations, Tensor, torch.Size], Tensor] | None = None,
 ) -> dict[str, FittedConv]:
-    """Sums over the pictures, every ``HELD_OUT_EVERY``-th apart, then one solution a site."""
+    """Sums over the batches, every ``HELD_OUT_EVERY``-th apart, then one solution a site."""
     convs = deform_sites(model, sites)
     sums = {path: [blank(conv), blank(conv)] for path, conv in convs.items()}
     with torch.no_grad():
-        seen = 0
-        for seen, given in enumerate(site_inputs(model, images, convs), start=1):
+        for seen, (_, given) in enumerate(site_inputs(model, images, convs), start=1):
             for path, x in given:
                 add_picture(sums[path][seen % HELD_OUT_EVERY == 0], convs[path], x, features)
-    if not seen:
-        raise RewriteError("A fit needs pictures; give normalised images (N, 3, H, W), at least one.")
-    with torch.no_grad():
-        return {path: solution(*sums[path], convs[path], start(convs[path]), finish) for path in convs}
+        found = {path: solution(*sums[path], convs[path], start(convs[path]), finish) for path in convs}
+    return {path: FittedConv(*parts, substitute) for path, parts in found.items()}
 
 
 def blank(deform: DeformableConv2d) -> NormalEquations:
@@ -173,8 +157,8 @@ def add_picture(sums: NormalEquations, deform: DeformableConv2d, x: Tensor, feat
 
 def solution(
     shown: NormalEquations, held_out: NormalEquations, deform: DeformableConv2d, start: Tensor, finish
-) -> FittedConv:
-    """The kernel with the λ that errs least on the pictures held out, then fitted to all of them.
+) -> tuple[Tensor, Tensor, float, float | None]:
+    """Kernel and bias, λ, and the SQNR held out: λ is what errs least on the pictures held out, then all are fitted to.
 
     Without a picture held out λ is 0.1. What ``finish`` does to a solution is done before it is judged.
     """
@@ -188,7 +172,7 @@ def solution(
     whole = shown.plus(held_out)
     found = finish(whole, whole.solved(first, ridge), shape)
     db = -10 * math.log10(errors[ridge]) if errors and errors[ridge] else None
-    return FittedConv(found[:-1].T.reshape(shape), found[-1], ridge, db)
+    return found[:-1].T.reshape(shape), found[-1], ridge, db
 
 
 def separated(sums: NormalEquations, found: Tensor, shape: torch.Size) -> Tensor:

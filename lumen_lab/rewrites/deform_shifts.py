@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lumen_lab.errors import RewriteError
 from lumen_lab.network.deform import DeformableConv2d
-from lumen_lab.rewrites.deform import tap_major
+from lumen_lab.rewrites.deform import not_as_published, tap_major
+from lumen_lab.rewrites.parameters import whole_number
 from lumen_lab.rewrites.record import FixedTensors, Rewrite, Site, by_name, with_weights
 from lumen_lab.specs import Bounded
 
@@ -87,7 +87,7 @@ class ShiftedTaps(nn.Module):
         weights = self.shift_weights(x)
         shifted = {place: self.shifts(x, place) for place in self.places()}
         samples = [
-            sum_of(maps[tap] * shifted[dy + sy, dx + sx] for (sy, sx), maps in weights.items())
+            reduce(torch.add, (maps[tap] * shifted[dy + sy, dx + sx] for (sy, sx), maps in weights.items()))
             for tap, (dy, dx) in enumerate(tap_places(self.kernel))
         ]
         return self.tap_conv(torch.cat(samples, 1))
@@ -108,14 +108,6 @@ class ShiftedTaps(nn.Module):
         """Every whole-pixel place that some tap reads."""
         reach = range(-self.radius, self.radius + 1)
         return {(dy + sy, dx + sx) for dy, dx in tap_places(self.kernel) for sy in reach for sx in reach}
-
-
-def sum_of(terms: Iterator[Tensor]) -> Tensor:
-    """Their sum, without a zero to start from (which would be an operator more)."""
-    total = next(terms)
-    for term in terms:
-        total = total + term
-    return total
 
 
 def yx_order(taps: int) -> Tensor:
@@ -186,15 +178,13 @@ def approximate_deform_conv_by_shifts(*, radius: int = 1) -> Rewrite:
     ``lumen_lab.rewrites.deform_statistics`` says how often that happens on real pictures. ``RewriteError`` unless
     ``radius`` is a whole number from 1 to 8.
     """
-    if not isinstance(radius, int) or isinstance(radius, bool) or not 1 <= radius <= LARGEST_RADIUS_PX:
-        raise RewriteError(
-            f"radius={radius!r} was asked for; shifts reach 1 to {LARGEST_RADIUS_PX} whole pixels: with 0 the offsets "
-            "are dropped (substitute_modulated_conv), far ones are looked up (decompose_deform_conv)."
-        )
+    far_or_none = "0 drops the offsets (substitute_modulated_conv), far ones are looked up (decompose_deform_conv)"
+    whole_number("radius", radius, of="pixels", most=LARGEST_RADIUS_PX, instead=far_or_none)
     return Rewrite(
         name="approximate_deform_conv_by_shifts",
         replaces=DeformableConv2d,
         built=partial(_shifted, radius),
+        refused=not_as_published,
         claim=Bounded(1e-9, f"offsets within {radius} px on both axes (float64)"),
         because="no look-up at all: shifts, products and convs, which every HTP and every bit width has",
         source="hat form of the bilinear look-up: arXiv:1506.02025, equation 5; DeformConv is refused by QAIRT 2.51",

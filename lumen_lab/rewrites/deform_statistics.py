@@ -8,115 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lumen_lab.errors import RewriteError
 from lumen_lab.network.deform import DeformableConv2d
+from lumen_lab.rewrites.deform_data import LAGS_PX, DeformStatistics, SiteStatistics
 from lumen_lab.rewrites.deform_shifts import tap_places
 from lumen_lab.rewrites.deform_sites import deform_sites, site_inputs
 from lumen_lab.rewrites.deform_substitutes import attention_conv, rank_one
-from lumen_lab.specs import Record
+from lumen_lab.rewrites.parameters import is_whole
 
-LAGS_PX = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 BIN_EDGES_PX = torch.cat([torch.zeros(1), torch.logspace(-10, 12, 1023, base=2)]).double()
 """Edges of the histogram of offsets: 1.5 % apart from 1/1024 of a pixel to 4096, so that percentiles are as near."""
 QUANTILES = 100
-
-
-@dataclass(frozen=True)
-class SiteStatistics(Record):
-    """One deformable conv over pictures. An *offset* is max(|dy|, |dx|) of one tap at one pixel, in pixels.
-
-    ``size``: the largest (H, W) seen; ``share_beyond``: of the offsets, for each of ``radii``;
-    ``offset_quantiles_px``: the 0 %, 1 % … 100 % quantiles; ``modulator_share_off``: outside of [0.9, 1.1].
-    By tap, k² entries each: ``tap_modulator_mean``, ``tap_modulator_square`` (mean of squares) and
-    ``tap_offset_mean_px``, pairs (dy, dx).
-
-    What a prediction of errors needs: ``correlation`` of the input with itself at ``LAGS_PX`` (Σ x(p)·x(p + d) over
-    √(Σ x(p)² · Σ x(p + d)²), rows and columns); ``inside_share``, how much of what the taps read lies inside the image,
-    each tap counted by its kernel's energy and its squared modulator, and ``inside_share_within`` the same with the
-    offsets clamped to 0 and to each of ``radii``; ``constant_share``, of the modulators' energy, that lies in their
-    means; ``attention_mean`` of the one map of the separable substitute, and ``attention_share``, of the modulators'
-    energy, that is in proportion to it; ``rank_one_share``, of the kernel's energy, that one depthwise and one
-    pointwise kernel hold.
-    """
-
-    site: str
-    kernel: int
-    pictures: int
-    size: tuple[int, int]
-    offset_mean_px: float
-    offset_p50_px: float
-    offset_p95_px: float
-    offset_p99_px: float
-    offset_max_px: float
-    radii: tuple[int, ...]
-    share_beyond: tuple[float, ...]
-    offset_quantiles_px: tuple[float, ...]
-    modulator_mean: float
-    modulator_std: float
-    modulator_share_off: float
-    tap_modulator_mean: tuple[float, ...]
-    tap_modulator_square: tuple[float, ...]
-    tap_offset_mean_px: tuple[tuple[float, float], ...]
-    correlation: tuple[float, ...]
-    inside_share: float
-    inside_share_within: tuple[float, ...]
-    constant_share: float
-    attention_mean: float
-    attention_share: float
-    rank_one_share: float
-
-    def correlation_at(self, distance_px: np.ndarray) -> np.ndarray:
-        """Correlation of the input with itself at a distance, 1 at none.
-
-        Below a pixel 1 − d²·(1 − correlation at one pixel), as a bilinear look-up mixes two neighbours; then straight
-        lines between ``LAGS_PX``, and level beyond the last.
-        """
-        near = 1 - np.square(distance_px) * (1 - self.correlation[0])
-        return np.where(distance_px < 1, near, np.interp(distance_px, LAGS_PX, self.correlation))
-
-    def mean_correlation(self, radius: float = 0.0) -> float:
-        """Mean correlation of what is looked up with what is read when offsets are clamped to ``radius`` pixels."""
-        excess = np.maximum(np.array(self.offset_quantiles_px) - radius, 0.0)
-        return float(self.correlation_at(excess).mean())
-
-    @property
-    def shrinkage(self) -> float:
-        """The factor by which a kernel without offsets is best multiplied: ρ·min(1, S/S₀).
-
-        Of a sample that correlates by ρ with the one wanted, of which the share S lies inside the image where its own
-        is S₀, the multiple nearest to it in the mean square.
-        """
-        return self.mean_correlation() * min(1.0, self.inside_share / max(self.inside_share_within[0], 1e-12))
-
-    def rows(self) -> list[dict[str, object]]:
-        """One row: how far, how often beyond each radius, and the modulator."""
-        row = {"site": self.site, "kernel": self.kernel, "pictures": self.pictures}
-        named = [f"offset_{name}_px" for name in ("mean", "p50", "p95", "p99", "max")]
-        row |= {name: getattr(self, name) for name in named}
-        row |= {f"beyond_{radius}_px": share for radius, share in zip(self.radii, self.share_beyond, strict=True)}
-        named = ["modulator_mean", "modulator_std", "modulator_share_off", "inside_share"]
-        return [row | {name: getattr(self, name) for name in named}]
-
-
-@dataclass(frozen=True)
-class DeformStatistics(Record):
-    """The statistics of every deformable conv that was asked for, in the network's order."""
-
-    sites: tuple[SiteStatistics, ...]
-
-    @property
-    def by_site(self) -> dict[str, SiteStatistics]:
-        """The statistics by site path."""
-        return {entry.site: entry for entry in self.sites}
-
-    def rows(self) -> list[dict[str, object]]:
-        return [row for entry in self.sites for row in entry.rows()]
 
 
 def deform_statistics(
@@ -129,20 +35,24 @@ def deform_statistics(
     """Statistics of the offsets, modulators and inputs of every deformable conv of ``model`` over ``images``.
 
     ``images``: normalised batches (N, 3, H, W), gone through once; memory does not grow with their number. ``radii``:
-    whole pixels for ``share_beyond``. ``RewriteError`` without a picture, without a deformable conv, for a network in
-    training mode, or for radii that are not rising whole numbers.
+    whole pixels for ``share_beyond``; ``sites``: paths, or all. ``RewriteError`` without a picture, without a
+    deformable conv, for a network in training mode, or for radii that are not rising whole numbers.
     """
-    radii = tuple(radii)
-    if not radii or any(not isinstance(r, int) or r < 1 for r in radii) or list(radii) != sorted(set(radii)):
-        raise RewriteError(f"radii={radii} was asked for; give rising whole pixels, such as (1, 2, 3).")
+    radii = checked_radii(radii)
     sums = {path: SiteSums(conv, radii) for path, conv in deform_sites(model, sites).items()}
     with torch.no_grad():
-        for given in site_inputs(model, images, sums):
+        for _, given in site_inputs(model, images, sums):
             for path, x in given:
                 sums[path].add(x)
-    if any(not each.pictures for each in sums.values()):
-        raise RewriteError("Statistics need pictures; give normalised images (N, 3, H, W), at least one.")
     return DeformStatistics(tuple(each.statistics(path) for path, each in sums.items()))
+
+
+def checked_radii(radii: Sequence[int]) -> tuple[int, ...]:
+    """The radii as a tuple; ``RewriteError`` unless they are rising whole pixels."""
+    given = tuple(radii) if isinstance(radii, Iterable) else ()
+    if not given or not all(map(is_whole, given)) or list(given) != sorted(set(given)):
+        raise RewriteError(f"radii={radii!r} was asked for; give rising whole pixels, such as (1, 2, 3).")
+    return given
 
 
 class SiteSums:
@@ -171,7 +81,7 @@ class SiteSums:
         attention = (2.0 * torch.sigmoid(self.attention(x))).double().cpu()
         self.pictures += x.shape[0]
         self.pixels += x.shape[0] * x.shape[2] * x.shape[3]
-        self.size = max(self.size, tuple(x.shape[-2:]))
+        self.size = max(self.size, tuple(x.shape[-2:]), key=math.prod)
         self.add_offsets(offset)
         self.add_modulators(modulator, attention)
         self.add_inside(offset, modulator)

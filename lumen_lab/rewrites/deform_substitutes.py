@@ -6,21 +6,25 @@ with ``deform_statistics`` from where the taps look on the average; with ``defor
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lumen_lab.errors import RewriteError
 from lumen_lab.network.deform import DeformableConv2d
-from lumen_lab.rewrites.deform_shifts import Shifts, tap_major, tap_places
+from lumen_lab.rewrites.deform import not_as_published, tap_major
+from lumen_lab.rewrites.deform_data import DeformStatistics, FittedConv, SiteStatistics, load_fits
+from lumen_lab.rewrites.deform_shifts import Shifts, tap_places
 from lumen_lab.rewrites.record import AS_GOOD_AS_THE_TEACHER, Rewrite, Site, with_weights
 
-if TYPE_CHECKING:
-    from lumen_lab.rewrites.deform_fit import FittedConv
-    from lumen_lab.rewrites.deform_statistics import DeformStatistics, SiteStatistics
+KnownStatistics = DeformStatistics | str | Path | None
+KnownFits = Mapping[str, FittedConv] | str | Path | None
+"""What a substitute starts from, or the path of the file that keeps it (then the rewrite can be written as code)."""
 
 
 class ModulatedConv(nn.Module):
@@ -131,15 +135,36 @@ def attention_kernel(deform: DeformableConv2d, known: SiteStatistics | None = No
 # The rewrites
 
 
-def _unknown(known: Mapping[str, object] | None, what: str, site: Site) -> str | None:
-    if known is None or site.path in known:
+def _refused(
+    name: str, statistics: DeformStatistics | None, fitted: Mapping[str, FittedConv] | None, site: Site
+) -> str | None:
+    return (
+        not_as_published(site)
+        or _not_the_statistics_of(site, None if statistics is None else statistics.by_site)
+        or _not_the_fit_of(site, fitted, name)
+    )
+
+
+def _not_the_statistics_of(site: Site, known: Mapping[str, SiteStatistics] | None) -> str | None:
+    kernel = site.module.regular_conv.kernel_size[0]
+    if known is None or (site.path in known and known[site.path].kernel == kernel):
         return None
-    return f"the {what} given have no entry for {site.path}; make them with the network that is rewritten"
+    found = f"a kernel of {known[site.path].kernel} and not {kernel}" if site.path in known else "no entry"
+    return f"the statistics given have {found} for {site.path}; make them with the network that is rewritten"
 
 
-def _refused(statistics: DeformStatistics | None, fitted: Mapping[str, FittedConv] | None, site: Site) -> str | None:
-    by_site = None if statistics is None else statistics.by_site
-    return _unknown(by_site, "statistics", site) or _unknown(fitted, "fitted kernels", site)
+def _not_the_fit_of(site: Site, fitted: Mapping[str, FittedConv] | None, name: str) -> str | None:
+    if fitted is None:
+        return None
+    if site.path not in fitted:
+        return f"the fitted kernels given have no entry for {site.path}; make them with the network that is rewritten"
+    given, expected = fitted[site.path], tuple(site.module.regular_conv.weight.shape)
+    if tuple(given.weight.shape) != expected or len(given.bias) != expected[0]:
+        found = tuple(given.weight.shape)
+        return f"the kernel fitted for {site.path} is {found}, not {expected}: it was fitted to another network"
+    if given.substitute != name:
+        return f"the kernel given for {site.path} was fitted for {given.substitute}, not for {name}"
+    return None
 
 
 def _start(
@@ -191,20 +216,22 @@ def _separable(
 def _substitute(
     name: str,
     built: Callable[[DeformStatistics | None, Mapping[str, FittedConv] | None, Site], dict[str, nn.Module]],
-    statistics: DeformStatistics | None,
-    fitted: Mapping[str, FittedConv] | None,
+    statistics: KnownStatistics,
+    fitted: KnownFits,
     *,
     because: str,
     source: str,
 ) -> Rewrite:
-    """What the three records share. In the code of one made from data, that stands under its parameter's name."""
+    """What the three records share. Their code holds the paths of files; data in memory stand under their name."""
     given = {"statistics": statistics, "fitted": fitted}
-    arguments = ", ".join(f"{key}={key}" for key, value in given.items() if value is not None)
+    arguments = ", ".join(f"{key}={in_code(key, value)}" for key, value in given.items() if value is not None)
+    statistics = DeformStatistics.load(statistics) if is_file(statistics) else statistics
+    fitted = fits_of(name, fitted) if is_file(fitted) else fitted
     return Rewrite(
         name=name,
         replaces=DeformableConv2d,
         built=partial(built, statistics, fitted),
-        refused=partial(_refused, statistics, fitted),
+        refused=partial(_refused, name, statistics, fitted),
         claim=AS_GOOD_AS_THE_TEACHER,
         because=because,
         source=source,
@@ -212,13 +239,30 @@ def _substitute(
     )
 
 
-def substitute_modulated_conv(
-    *, statistics: DeformStatistics | None = None, fitted: Mapping[str, FittedConv] | None = None
-) -> Rewrite:
+def is_file(value: object) -> bool:
+    """Whether data are given by the path of the file that keeps them."""
+    return isinstance(value, str | os.PathLike)
+
+
+def in_code(name: str, value: object) -> str:
+    """What stands for ``value`` in the code of a rewrite."""
+    return repr(os.fspath(value)) if is_file(value) else name
+
+
+def fits_of(name: str, path: str | Path) -> Mapping[str, FittedConv]:
+    """The kernels of one rewrite in a file of fits; ``RewriteError`` if it has none for it."""
+    fits = load_fits(path)
+    if name not in fits:
+        raise RewriteError(f"{path} holds fits for {', '.join(fits) or 'nothing'}, none for {name}; fit that as well.")
+    return fits[name]
+
+
+def substitute_modulated_conv(*, statistics: KnownStatistics = None, fitted: KnownFits = None) -> Rewrite:
     """Offsets dropped, modulator kept: the same function where all offsets are zero.
 
     Starts from the regular conv's kernel; with ``statistics``, multiplied by what a sample in the tap's own place has
     in common with the one that is looked up. ``fitted``: kernels by site from ``fit_modulated_convs``, which win.
+    Either may be the path of its file.
     """
     return _substitute(
         "substitute_modulated_conv",
@@ -230,13 +274,12 @@ def substitute_modulated_conv(
     )
 
 
-def substitute_plain_conv(
-    *, statistics: DeformStatistics | None = None, fitted: Mapping[str, FittedConv] | None = None
-) -> Rewrite:
+def substitute_plain_conv(*, statistics: KnownStatistics = None, fitted: KnownFits = None) -> Rewrite:
     """One k×k conv: the regular conv, each tap times its mean modulator.
 
     ``statistics``: from ``deform_statistics``; the mean modulator is then the measured one, and each tap stands where
     it looks on the average, within the k×k window. ``fitted``: kernels by site from ``fit_plain_convs``, which win.
+    Either may be the path of its file (``DeformStatistics.save``, ``save_fits``).
     """
     return _substitute(
         "substitute_plain_conv",
@@ -248,9 +291,7 @@ def substitute_plain_conv(
     )
 
 
-def substitute_separable_conv(
-    *, statistics: DeformStatistics | None = None, fitted: Mapping[str, FittedConv] | None = None
-) -> Rewrite:
+def substitute_separable_conv(*, statistics: KnownStatistics = None, fitted: KnownFits = None) -> Rewrite:
     """Depthwise k×k, one spatial attention map in place of the k² modulators, and 1×1.
 
     Starts from the best rank-one kernel of each input channel. ``statistics``: as for ``substitute_plain_conv``;

@@ -11,20 +11,22 @@ from torch import Tensor, nn
 
 from lumen_lab.auditing import AuditReport, audit
 from lumen_lab.chips import Chip, find_chip
-from lumen_lab.equivalence import Verdict, claim_text
+from lumen_lab.equivalence import Verdict, VerdictTable, claim_text
 from lumen_lab.errors import RewriteError
-from lumen_lab.rewrites.catalogue import family_of, find_rewrite, plan_code
+from lumen_lab.rewrites.catalogue import find_rewrite
 from lumen_lab.rewrites.check import check_plan
 from lumen_lab.rewrites.plan import Plan, check_order, inputs_for, rewrite
+from lumen_lab.rewrites.plan_code import family_of, plan_code
 from lumen_lab.rewrites.record import Constraint, Rewrite
-from lumen_lab.specs import Record
+from lumen_lab.specs import Record, cell_text
 
 
 @dataclass(frozen=True)
 class PlanEffect(Record):
     """One network under one plan, predicted for ``chip``; nothing of it was compiled.
 
-    ``plan`` are the rewrites' names in order, ``code`` the Python that makes the plan.
+    ``plan`` are the rewrites' names in order, ``code`` the Python that makes the plan; a rewrite that cannot be written
+    stands there as a comment with the reason.
     ``operations`` counts by kind what a device has to run; ``partition_rows`` are those operations in order, as
     ``figures.partition_strip`` takes them; ``blocking`` groups what would stay on the CPU by kind and reason.
     ``macs`` are the multiply-accumulates of matrix products and convs, ``interpolation_macs`` those of samplings.
@@ -38,7 +40,7 @@ class PlanEffect(Record):
     code: str
     chip: str
     operations: dict[str, int] = field(default_factory=dict)
-    partition_rows: tuple[dict[str, object], ...] = ()
+    partition_rows: tuple[dict[str, object], ...] = field(default=(), repr=False)
     blocking: tuple[dict[str, object], ...] = ()
     macs: int = 0
     interpolation_macs: int = 0
@@ -85,12 +87,15 @@ class PlanEffect(Record):
         """One dict a figure; a refused plan has the reason alone."""
         if self.refused:
             return [{"figure": "refused", "value": self.refused}]
-        checked = Counter()
-        for row in self.verdicts:
-            checked.update({status: row[status] for status in ("passed", "failed", "pending")})
-        verdicts = ", ".join(f"{count} {status}" for status, count in checked.items() if count)
-        texts = {"plan": ", ".join(self.plan) or "as published", "chip": self.chip, "checks": verdicts or "not made"}
+        texts = {"plan": ", ".join(self.plan) or "as published", "chip": self.chip, "checks": self._checks()}
         return [{"figure": name, "value": value} for name, value in (texts | self.figures()).items()]
+
+    def _checks(self) -> str:
+        counts = {status: sum(row[status] for row in self.verdicts) for status in ("passed", "failed", "pending")}
+        return ", ".join(f"{count} {status}" for status, count in counts.items() if count) or "not made"
+
+    def __str__(self) -> str:
+        return "\n".join(f"{row['figure']}: {cell_text(row['value'])}" for row in self.rows())
 
 
 def plan_effect(
@@ -107,7 +112,7 @@ def plan_effect(
     checked, and an empty plan has nothing to check. Raises ``RewriteError`` for a plan out of order, ``AuditError`` for
     a model in training mode or one that cannot be read, and ``ChipError`` for an unknown chip.
     """
-    check_order(plan)
+    plan = check_order(plan)
     chip = find_chip(chip)
     inputs = inputs_for(model, example_inputs)
     seconds: dict[str, float] = {}
@@ -115,10 +120,10 @@ def plan_effect(
     report = _timed(seconds, "audit", lambda: audit(done.model, inputs, chip=chip))
     verdicts = ()
     if samples is not None and plan:
-        verdicts = _timed(seconds, "check", lambda: check_plan(model, plan, samples=samples)).verdicts
+        verdicts = _timed(seconds, "check", lambda: check_plan(model, plan, samples=samples, progress=False)).verdicts
     return PlanEffect(
         plan=tuple(rule.name for rule in plan),
-        code=_code_or_reason(plan),
+        code=plan_code(plan, leave_out=True),
         chip=chip.name,
         **_audited(report),
         parameters=sum(parameter.numel() for parameter in done.model.parameters()),
@@ -146,10 +151,8 @@ def difference_rows(before: PlanEffect, after: PlanEffect) -> list[dict[str, obj
 
 def verdict_rows(verdicts: Iterable[Verdict]) -> list[dict[str, object]]:
     """One dict a rewrite: at how many sites its claim passed, failed or is pending, and the worst difference."""
-    groups: dict[str, list[Verdict]] = {}
-    for verdict in verdicts:
-        groups.setdefault(verdict.name, []).append(verdict)
-    return [_verdict_row(name, group) for name, group in groups.items()]
+    rows = VerdictTable(tuple(verdicts)).summary()
+    return [{"rewrite": row["check"], **{key: row[key] for key in row if key != "check"}} for row in rows]
 
 
 def choice_rows(catalogue: Sequence[Rewrite]) -> list[dict[str, object]]:
@@ -192,7 +195,7 @@ def effect_of_names(
             try:
                 check_order(plan)
             except RewriteError as error:
-                return PlanEffect(names, _code_or_reason(plan), find_chip(chip).name, refused=str(error))
+                return PlanEffect(names, plan_code(plan, leave_out=True), find_chip(chip).name, refused=str(error))
             known[names] = plan_effect(model, plan, chip=chip, example_inputs=example_inputs, samples=samples)
         return known[names]
 
@@ -230,13 +233,6 @@ def _blocking_rows(report: AuditReport) -> list[dict[str, object]]:
     ]
 
 
-def _verdict_row(name: str, verdicts: list[Verdict]) -> dict[str, object]:
-    status = Counter(verdict.status for verdict in verdicts)
-    worst = max((verdict.max_abs for verdict in verdicts if verdict.max_abs is not None), default=None)
-    counts = {key: status[key] for key in ("passed", "failed", "pending")}
-    return {"rewrite": name, "claim": verdicts[0].claim, "sites": len(verdicts), **counts, "worst": worst}
-
-
 def _moved(before: Mapping[str, int], after: Mapping[str, int], *, what: str) -> list[dict[str, object]]:
     names = dict.fromkeys([*before, *after])
     pairs = [(name, before.get(name, 0), after.get(name, 0)) for name in names]
@@ -249,11 +245,3 @@ def _moved(before: Mapping[str, int], after: Mapping[str, int], *, what: str) ->
 
 def _pairs(constraints: Sequence[Constraint]) -> list[list[str]]:
     return [[constraint.other, constraint.because] for constraint in constraints]
-
-
-def _code_or_reason(plan: Plan) -> str:
-    """The plan's code; for rewrites that no import reaches, the reason as a comment."""
-    try:
-        return plan_code(plan)
-    except RewriteError as error:
-        return f"# {error}\n"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lumen_lab.network.swin import WindowAttention
 from lumen_lab.rewrites.attention import WINDOWS_FIRST
+from lumen_lab.rewrites.convolution import unlike
 from lumen_lab.rewrites.record import Constraint, Rewrite, Site
 from lumen_lab.rewrites.windows import GlobalAttention, RelativePositions, Size
 from lumen_lab.specs import Exact
@@ -128,9 +129,11 @@ def _headwise(projection: type[nn.Module], site: Site) -> dict[str, nn.Module]:
 
 
 def _projection_rewritten(site: Site) -> str | None:
-    if isinstance(site.module.qkv, nn.Linear):
-        return None
-    return f"its projection is a {type(site.module.qkv).__name__}, no Linear; take the heads apart first"
+    attention = site.module
+    if hasattr(attention.qkv, "rewritten_by"):
+        return f"its projection is a {type(attention.qkv).__name__}, no Linear; take the heads apart first"
+    kind = GlobalAttention if isinstance(attention, GlobalAttention) else WindowAttention
+    return unlike(attention, kind) or unlike(attention.qkv, nn.Linear, called="its projection")
 
 
 SPLIT_ATTENTION_BY_HEADS = Rewrite(

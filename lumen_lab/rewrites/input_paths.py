@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lumen_lab.errors import RewriteError
 from lumen_lab.network.birefnet import InputPaths
 from lumen_lab.network.decoder import resize
+from lumen_lab.rewrites.convolution import unlike
 from lumen_lab.rewrites.record import AS_GOOD_AS_THE_TEACHER, Rewrite, Site, by_name
 
 STRIDE = 32  # of the deepest encoder map: the image must be a multiple
@@ -44,7 +45,7 @@ def _as_large(ratio: float, site: Site) -> str | None:
     unchanged = next((size for size in sizes if encoder_size(size, ratio) == tuple(size)), None)
     if unchanged:
         return f"{ratio:g} of {tuple(unchanged)} is that size again in multiples of {STRIDE}"
-    return None
+    return unlike(site.module, InputPaths)
 
 
 def substitute_input_paths(ratio: float = 0.625) -> Rewrite:

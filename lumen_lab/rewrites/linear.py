@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lumen_lab.rewrites.convolution import has_hooks
+from lumen_lab.rewrites.convolution import unlike
 from lumen_lab.rewrites.record import Constraint, Rewrite, Site
 from lumen_lab.specs import Exact
 
@@ -36,9 +36,7 @@ class PointwiseConv(nn.Module):
 def _no_map(site: Site) -> str | None:
     if any(len(shape) < 3 for shape in site.input_shapes):
         return "its input is one row of features a sample, (N, C): there is no map for a conv to run over"
-    if has_hooks(site.module):
-        return "it has hooks, which would be lost; remove them first"
-    return None
+    return unlike(site.module, nn.Linear)
 
 
 HEADS_FIRST = "the heads are cut out of the fused linear layer, and would find a conv in its place"

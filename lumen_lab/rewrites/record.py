@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
+from lumen_lab.errors import LumenError, RewriteError
 from lumen_lab.specs import Claim, Learned, Record
 from lumen_lab.taps import shapes_only, watch
 
@@ -53,11 +55,12 @@ SIZES_FIRST = Constraint("substitute_input_paths", "constants are made for the s
 """Declared by what makes constants that depend on a map's size."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Rewrite:
-    """One way to write part of a network differently.
+    """One way to write part of a network differently. ``RewriteError`` for a field of another type.
 
-    ``name``: verb first; *approximate* and *substitute* are kept for claims that are bounded or learned.
+    ``name``: verb first; in the catalogue *approximate* stands for claims that are bounded, *substitute* for learned
+    ones, and no other name does (elsewhere the claim alone counts: a copy with another claim keeps its name).
     ``replaces``: the module class; ``refused(site)``: a sentence that names the condition, or None.
     ``built(site)``: new modules by path; pure: weights are copied, nothing is changed in place.
     ``claim``: what it promises and how that is checked; ``because``: why the NPU (or its compiler) needs it;
@@ -68,6 +71,7 @@ class Rewrite:
     the edges of its domain; the claim is checked on them.
     ``code``: the Python expression that makes this record; by default the constant named like it.
     ``resizes``: whether maps behind its sites have another size afterwards.
+    ``sites``: the paths that it is kept to (``only_at``); None: it acts wherever it finds a site.
     """
 
     name: str
@@ -82,11 +86,47 @@ class Rewrite:
     edge_cases: Callable[[nn.Module, tuple], Iterable[tuple[nn.Module, tuple]]] | None = None
     code: str = ""
     resizes: bool = False
+    sites: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name, (holds, wanted) in _FIELDS.items():
+            value = getattr(self, name)
+            if not holds(value):
+                raise RewriteError(f"Rewrite {self.name!r}: `{name}` is {wanted}; found {value!r:.80}.")
+
+    def __repr__(self) -> str:
+        return f"<Rewrite {self.expression} of {self.replaces.__name__}, {type(self.claim).__name__}>"
 
     @property
     def expression(self) -> str:
         """Python that makes this record: the name of a constant, or a call with its parameters."""
         return self.code or self.name.upper()
+
+
+def _all_of(kind: type) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, tuple) and all(isinstance(item, kind) for item in value)
+
+
+_TEXT = (lambda value: isinstance(value, str), "text")
+_FUNCTION_OF_A_SITE = (callable, "a function of a site")
+_CONSTRAINTS = (_all_of(Constraint), "a tuple of Constraint")
+_FIELDS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "name": (lambda value: isinstance(value, str) and bool(value), "text, such as 'fold_batch_norm'"),
+    "replaces": (
+        lambda value: isinstance(value, type) and issubclass(value, nn.Module),
+        "a class of modules, such as nn.Conv2d",
+    ),
+    "built": _FUNCTION_OF_A_SITE,
+    "refused": _FUNCTION_OF_A_SITE,
+    "claim": (lambda value: isinstance(value, Claim), "Exact(), Bounded(…) or Learned(…)"),
+    "because": _TEXT,
+    "source": _TEXT,
+    "after": _CONSTRAINTS,
+    "excludes": _CONSTRAINTS,
+    "edge_cases": (lambda value: value is None or callable(value), "a function of a module and its inputs, or None"),
+    "code": _TEXT,
+    "sites": (lambda value: value is None or (_all_of(str)(value) and bool(value)), "a tuple of paths, or None"),
+}
 
 
 def by_name(rule: Rewrite) -> Rewrite:
@@ -107,13 +147,49 @@ class LogEntry(Record):
     refused: str | None = None
 
 
-def watch_flow(model: nn.Module, example_inputs: tuple[Tensor, ...]) -> Flow:
-    """What one forward pass calls, with which shapes, and who reads whose output; nothing is computed."""
+def watch_flow(model: nn.Module, example_inputs: tuple[Tensor, ...], after: str = "") -> Flow:
+    """What one forward pass calls, with which shapes, and who reads whose output; nothing is computed.
+
+    The pass is made in evaluation mode; the model keeps its own. ``RewriteError`` if the model does not run, with the
+    rewrite ``after`` which that is so.
+    """
     flow = Flow(dict(model.named_modules()))
     device = next((parameter.device for parameter in model.parameters()), None)
-    with shapes_only(), watch(model, lambda path, module, inputs, output: flow.see(path, inputs, output)):
-        model(*(torch.empty(tuple(value.shape), dtype=value.dtype, device=device) for value in example_inputs))
+    see = watch(model, lambda path, module, inputs, output: flow.see(path, inputs, output))
+    try:
+        with evaluating(model), shapes_only(), see:
+            model(*(torch.empty(tuple(value.shape), dtype=value.dtype, device=device) for value in example_inputs))
+    except Exception as error:
+        what = f"After {after} the network" if after else type(model).__name__
+        raise RewriteError(
+            f"{what} does not run on example inputs of {inputs_in_words(example_inputs)} ({first_line(error)}); give "
+            "inputs of a size, number and type that it takes."
+        ) from error
     return flow
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside the block every module is in evaluation mode; then each has the mode that it had."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        for module in modes:
+            module.training = False
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def inputs_in_words(inputs: Iterable[Tensor]) -> str:
+    """Shapes and types, such as "(1, 3, 64, 96) float32"."""
+    return ", ".join(f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}" for value in inputs)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, its kind before it unless the error is ours."""
+    text = next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), "no reason given")
+    return text if isinstance(error, LumenError) else f"{type(error).__name__}: {text}"
 
 
 class Flow:

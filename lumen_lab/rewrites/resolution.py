@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from lumen_lab.network.decoder import ImageTiles
+from lumen_lab.rewrites.convolution import unlike
 from lumen_lab.rewrites.record import Constraint, Rewrite, Site
 from lumen_lab.specs import Exact
 
@@ -27,12 +28,17 @@ def _tiles_4d(site: Site) -> dict[str, nn.Module]:
     return {site.path: ImageTiles4d()}
 
 
+def _no_tiles_cut(site: Site) -> str | None:
+    return unlike(site.module, ImageTiles)
+
+
 NO_TILES = "the image branch of the tail cuts no tiles, and the tail takes only its convs"
 
 CONVERT_IMAGE_TILES_TO_4D = Rewrite(
     name="convert_image_tiles_to_4d",
     replaces=ImageTiles,
     built=_tiles_4d,
+    refused=_no_tiles_cut,
     claim=Exact(movement=True),
     because="the published rearrangement goes through rank 6, which HTP takes at batch 1 only; the tiles of the four "
     "levels from 640² with their convs move 7.5 MB of DRAM as rows and 23.4 MB as published (INT8; float16: 30 and 72)",

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from lumen_lab.errors import RewriteError
 from lumen_lab.network.swin import SwinBlock, WindowAttention
+from lumen_lab.rewrites.convolution import parts_unlike, unlike
+from lumen_lab.rewrites.parameters import is_whole, whole_number
 from lumen_lab.rewrites.record import AS_GOOD_AS_THE_TEACHER, Constraint, FixedTensors, Rewrite, Site, by_name
 
 STAGES = 4
@@ -162,11 +164,15 @@ def stage_of(path: str) -> int | None:
 
 
 def _not_as_published(block: SwinBlock) -> str | None:
-    """Why a block cannot be built anew, if parts of it were rewritten before."""
-    parts = [name for name, part in block.named_children() if hasattr(part, "rewritten_by")]
-    if parts:
-        return f"its {', '.join(parts)} has been rewritten already; choose the windows first"
-    return None
+    """Why a block cannot be built anew: a rewrite made it or parts of it, or it is more than a published block."""
+    maker = getattr(block, "rewritten_by", None)
+    if maker:
+        return f"{maker} has made it already, and its bias table would be carried over twice"
+    parts = [path for path, part in block.named_modules() if path and hasattr(part, "rewritten_by")]
+    outermost = [path for path in parts if not any(path.startswith(f"{above}.") for above in parts)]
+    if outermost:
+        return f"its {', '.join(outermost)} has been rewritten already; choose the windows first"
+    return unlike(block, SwinBlock) or parts_unlike(block, {"attn": WindowAttention})
 
 
 def _side_at(sides: tuple[int, ...], path: str) -> int | None:
@@ -194,8 +200,7 @@ def substitute_window(*, window: int | tuple[int, int, int, int] = 8) -> Rewrite
     ``RewriteError`` for a window below 2. Maps that are no multiple of it are padded, as the published blocks do.
     """
     sides = window if isinstance(window, tuple) else (window,)
-    whole = all(isinstance(side, int) and not isinstance(side, bool) and side >= 2 for side in sides)
-    if len(sides) not in (1, STAGES) or not whole:
+    if len(sides) not in (1, STAGES) or not all(is_whole(side, least=2) for side in sides):
         raise RewriteError(f"window is a side of at least 2 tokens, or {STAGES} of them, asked for {window!r}.")
     return Rewrite(
         name="substitute_window",
@@ -233,8 +238,7 @@ def substitute_global_window(*, stage: int = STAGES) -> Rewrite:
     Blocks whose path names no stage are taken as well. The bias table covers the largest map that the site sees, on
     each axis. ``RewriteError`` for a stage that is none.
     """
-    if isinstance(stage, bool) or stage not in range(1, STAGES + 1):
-        raise RewriteError(f"stage is a whole number from 1 to {STAGES}, asked for {stage!r}.")
+    whole_number("stage", stage, of="the encoder", most=STAGES, instead=f"{STAGES} is the last, the default")
     return Rewrite(
         name="substitute_global_window",
         replaces=SwinBlock,

@@ -9,10 +9,13 @@ import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 
+from lumen_lab.specs import cell_text, escaped
+
 # Okabe and Ito's colours, as in lumen_lab.figures.
 BLUE, SKY, VERMILLION = "#0072B2", "#56B4E9", "#D55E00"
 STRIP_HEIGHT_PX = 28
 MINUS = "−"
+STATIC_NOTE = "A picture of the choice that was run, ☑; in a running notebook the rewrites can be ticked here."
 
 Effect = Mapping[str, object]
 
@@ -35,23 +38,34 @@ def _choice_html(choice: Mapping, places: Mapping[str, int], reason: str, live: 
     name = _text(choice["name"])
     place = f"#{places[choice['name']]}" if choice["name"] in places else ""
     tick = f"<input type='checkbox' value='{name}'>" if live else f"<span>{'☑' if place else '☐'}</span>"
-    because = _sentence(choice["because"]) + "".join(
-        f" Comes after {_text(other)}: {_sentence(why)}" for other, why in choice["after"]
-    )
+    because = _sentence(choice["because"]) + "".join(f" {sentence}" for sentence in _order_sentences(choice["after"]))
     return (
         f"<div class='lumen-picker-choice'><label>{tick} <span class='lumen-picker-name'>{name}</span></label>"
         f"<span class='lumen-picker-place'>{place}</span>"
-        f"<div class='lumen-picker-claim'>{_text(choice['claim'])}</div>"
+        f"<div class='lumen-picker-claim'>{escaped(choice['claim'])}</div>"
         f"<div class='lumen-picker-because' title='{because}'><span>{because}</span></div>"
         f"<div class='lumen-picker-reason'>{_text(reason)}</div></div>"
     )
+
+
+def _order_sentences(after: Sequence[Sequence[str]]) -> list[str]:
+    """One sentence a reason for an order, which holds only where a plan has both rewrites."""
+    reasons: dict[str, list[str]] = {}
+    for other, why in after:
+        reasons.setdefault(str(why), []).append(str(other))
+    return [
+        f"If the plan also has {_text(' or '.join(others))}: after {'it' if len(others) == 1 else 'them'}, since "
+        f"{_sentence(why)}"
+        for why, others in reasons.items()
+    ]
 
 
 def page_html(choices: str, summary: str, error: str, panel: str, *, style: str) -> str:
     """The static page: choices on the left, the plan in one line (or the reason for having none) and its panel."""
     told = f"<p class='lumen-picker-error'>{_text(error)}</p>" if error else f"<p>{_text(summary)}</p>"
     return (
-        f"<style>{style}</style><div class='lumen-picker lumen-picker-static'><div class='lumen-picker-columns'>"
+        f"<style>{style}</style><div class='lumen-picker lumen-picker-static'>"
+        f"<p class='lumen-picker-note'>{STATIC_NOTE}</p><div class='lumen-picker-columns'>"
         f"<div class='lumen-picker-choices'>{choices}</div><div class='lumen-picker-result'>{told}"
         f"<div class='lumen-picker-panel'>{panel}</div></div></div></div>"
     )
@@ -232,7 +246,10 @@ def _rewrites(effect: Effect) -> str:
         return ""
     log = {row["rewrite"]: row for row in effect.get("log", ())}
     verdicts = {row["rewrite"]: row for row in effect.get("verdicts", ())}
-    lines = [(name, _sites(log.get(name)), _verdict(verdicts.get(name))) for name in effect["plan"]]
+    lines = [
+        (name, _sites(log.get(name)), _verdict(verdicts.get(name), log[name]["sites"] if name in log else None))
+        for name in effect["plan"]
+    ]
     others = [(name, "", _verdict(row)) for name, row in verdicts.items() if name not in effect["plan"]]
     return _table("Sites and checks", ("rewrite", "sites", "check"), [*lines, *others])
 
@@ -244,27 +261,23 @@ def _sites(row: Mapping | None) -> str:
     return _count(row["sites"]) + refused
 
 
-def _verdict(row: Mapping | None) -> str:
+def _verdict(row: Mapping | None, sites: int | None = None) -> str:
+    """The verdict of a check; where several sites lie in one module, which is checked as a whole, it says so."""
     if row is None:
         return "not checked"
+    counts = {status: row[status] for status in ("failed", "pending", "passed") if row[status]}
     sign = "✗" if row["failed"] else "…" if row["pending"] else "✓"
-    told = ", ".join(f"{row[status]} {status}" for status in ("failed", "pending", "passed") if row[status])
+    told = ", ".join(f"{_count(count)} {status}" for status, count in counts.items())
+    modules = sum(counts.values())
+    of = "" if sites in (None, modules) else f"in {_count(modules)} module{'' if modules == 1 else 's'}: "
     worst = f", worst {row['worst']:.1e}" if row["worst"] else ""
-    return f"{sign} {told}{worst}"
+    return f"{sign} {of}{told}{worst}"
 
 
 def _recorded(rows: Sequence[Mapping[str, object]]) -> str:
     head = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [[_cell(row.get(key)) for key in head] for row in rows]
+    lines = [[cell_text(row.get(key)) for key in head] for row in rows]
     return _table("What the compiler recorded", head, lines)
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-    if isinstance(value, int) and not isinstance(value, bool):
-        return _count(value)
-    return "" if value is None else str(value)
 
 
 def _table(caption: str, head: Sequence[str], lines: Iterable[Sequence[str]], *, numbers: bool = False) -> str:
@@ -272,7 +285,7 @@ def _table(caption: str, head: Sequence[str], lines: Iterable[Sequence[str]], *,
     title = f"<caption>{_text(caption)}</caption>" if caption else ""
     top = "".join(f"<th scope='col'>{_text(name)}</th>" for name in head)
     body = "".join(
-        f"<tr><th scope='row'>{_text(first)}</th>{''.join(f'<td>{_text(cell)}</td>' for cell in rest)}</tr>"
+        f"<tr><th scope='row'>{escaped(first)}</th>{''.join(f'<td>{escaped(cell)}</td>' for cell in rest)}</tr>"
         for first, *rest in lines
     )
     kind = "lumen-picker-table lumen-picker-numbers" if numbers else "lumen-picker-table"

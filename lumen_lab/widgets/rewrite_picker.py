@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import anywidget
@@ -29,6 +29,7 @@ class _Asked:
     answered: bool = False
     effect: object = None
     failure: Exception | None = None
+    shown: Mapping[str, str] = field(default_factory=dict)
 
 
 class RewritePicker(anywidget.AnyWidget):
@@ -56,8 +57,8 @@ class RewritePicker(anywidget.AnyWidget):
     choices = traitlets.List(read_only=True, help="the rewrites, in the order of every plan").tag(sync=True)
     presets = traitlets.Dict(read_only=True, help="names of rewrites, by the name of the plan").tag(sync=True)
     choices_html = traitlets.Unicode(read_only=True, help="the rewrites with their checkboxes").tag(sync=True)
-    picked = traitlets.List(traitlets.Unicode(), help="names of the rewrites picked, in order").tag(sync=True)
-    measured = traitlets.List(read_only=True, help="the choice that summary, error and panel are about").tag(sync=True)
+    picked = traitlets.Tuple(help="names of the rewrites picked, in order").tag(sync=True)
+    measured = traitlets.Tuple(read_only=True, help="the choice that summary, error and panel are about").tag(sync=True)
     summary = traitlets.Unicode(read_only=True, help="the plan in one line").tag(sync=True)
     error = traitlets.Unicode(read_only=True, help="why the plan has no figures; empty if it has").tag(sync=True)
     panel = traitlets.Unicode(read_only=True, help="HTML of what the plan does").tag(sync=True)
@@ -74,6 +75,8 @@ class RewritePicker(anywidget.AnyWidget):
         rows = _checked_choices(choices)
         self._order = [row["name"] for row in rows]
         self._rivals = _rivals(rows)
+        if ORIGINAL in (presets or {}):
+            raise RewriteError(f"The preset {ORIGINAL!r} is the network as it is; call yours otherwise.")
         plans = {ORIGINAL: (), **(presets or {})}
         self._measure, self._measuring, self._loop = measure, threading.RLock(), _running_loop()
         self.set_trait("choices", rows)
@@ -83,7 +86,7 @@ class RewritePicker(anywidget.AnyWidget):
         self._original = _plain(measure(()))
         self._asked = _Asked(tuple(self._in_order(picked)))
         self._answer(self._asked)
-        super().__init__(picked=list(self._asked.names))
+        super().__init__(picked=self._asked.names)
         self.observe(self._on_picked, "picked")
 
     @property
@@ -104,11 +107,12 @@ class RewritePicker(anywidget.AnyWidget):
 
     def pick(self, names: Sequence[str]) -> Record | Mapping[str, object]:
         """Pick these rewrites, in any order, and return what they do; an error of ``measure`` is shown and raised."""
-        names = self._in_order(names)
+        names = tuple(self._in_order(names))
         if names == self.picked and self._asked.failure is not None:
-            self._asked = _Asked(tuple(names))  # another try
+            self._asked = _Asked(names)  # another try
         self.picked = names
         asked = self._answered()
+        self._show(asked)  # in place of a refusal that came after the answer
         if asked.failure is not None:
             raise asked.failure
         return asked.effect
@@ -130,9 +134,9 @@ class RewritePicker(anywidget.AnyWidget):
             self.send_state("picked")
 
     @traitlets.validate("picked")
-    def _is_a_plan(self, proposal: dict) -> list[str]:
+    def _is_a_plan(self, proposal: dict) -> tuple[str, ...]:
         try:
-            return self._in_order(proposal["value"])
+            return tuple(self._in_order(proposal["value"]))
         except RewriteError as error:
             raise traitlets.TraitError(str(error)) from None
 
@@ -140,9 +144,11 @@ class RewritePicker(anywidget.AnyWidget):
         """The names in the order of the choices; ``RewriteError`` if one is unknown or excluded by another."""
         if isinstance(names, str):
             raise RewriteError(f"A choice is a list of names, found the text {names!r}; write [{names!r}].")
-        unknown = [name for name in names if name not in self._order]
-        if unknown:
-            raise RewriteError(f"There is no rewrite {unknown[0]!r} to pick; there are {', '.join(self._order)}.")
+        if not isinstance(names, Iterable):
+            raise RewriteError(f"A choice is a list of names, found {names!r}; write [] for the network as it is.")
+        names = tuple(names)
+        for unknown in (name for name in names if name not in self._order):
+            raise RewriteError(f"There is no rewrite {unknown!r:.80} to pick; there are {', '.join(self._order)}.")
         for name in names:
             if reason := self._reason(name, names):
                 raise RewriteError(f"{name} cannot be picked: {reason}")
@@ -184,13 +190,13 @@ class RewritePicker(anywidget.AnyWidget):
                 return
             try:
                 asked.effect = self._measure(asked.names)
-                shown = self._shown(asked)
+                asked.shown = self._shown(asked)
             except Exception as failure:
                 asked.effect, asked.failure = None, failure
-                shown = {"summary": "", "panel": "", "error": _sentence(failure)}
+                asked.shown = {"summary": "", "panel": "", "error": _sentence(failure)}
             asked.answered = True
             if asked is self._asked:
-                self._show(asked, shown)
+                self._show(asked)
 
     def _shown(self, asked: _Asked) -> dict[str, str]:
         effect = _plain(asked.effect)
@@ -201,10 +207,10 @@ class RewritePicker(anywidget.AnyWidget):
         panel = plan_page.panel_html(self._original, effect, columns)
         return {"summary": plan_page.summary_text(effect), "panel": panel, "error": ""}
 
-    def _show(self, asked: _Asked, shown: Mapping[str, str]) -> None:
+    def _show(self, asked: _Asked) -> None:
         with self.hold_sync():
-            self.set_trait("measured", list(asked.names))
-            for trait, text in shown.items():
+            self.set_trait("measured", asked.names)
+            for trait, text in asked.shown.items():
                 self.set_trait(trait, text)
 
     def _repr_mimebundle_(self, **kwargs: object) -> tuple[dict, dict]:
@@ -223,6 +229,12 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 def _checked_choices(choices: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
     """The rows with ``after`` and ``excludes`` filled in; ``RewriteError`` if they make no list to pick from."""
+    for choice in choices:
+        if not isinstance(choice, Mapping):
+            raise RewriteError(
+                f"A choice is a row with name, family, claim and because, found a {type(choice).__name__}; "
+                "rewrites.effect.choice_rows makes rows of rewrites."
+            )
     rows = [{"after": [], "excludes": [], **choice} for choice in choices]
     for row in rows:
         if missing := _CHOICE_KEYS - set(row):

@@ -151,9 +151,9 @@ def test_a_table_survives_the_file(table, tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda values: values.update(lists=[1]), "lists is a tuple, not a map"),
-        (lambda values: values.update(gates=None), "gates is a NoneType, not a map"),
-        (lambda values: values.update(versions=None), "versions is a NoneType"),
+        (lambda values: values.update(lists=[1]), "lists is dict"),
+        (lambda values: values.update(gates=None), "gates is dict"),
+        (lambda values: values.update(versions=None), "versions is dict"),
         (lambda values: values["lists"]["small"].pop("raw"), "small has no means of the raw reading"),
         (lambda values: values["lists"]["small"].update(raw=[]), "small has no means of the raw reading"),
         (lambda values: values["lists"]["small"]["raw"][0].update(mae="x"), "small has no means of the raw reading"),

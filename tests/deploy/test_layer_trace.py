@@ -188,6 +188,14 @@ def test_what_leaves_a_module_is_what_is_read_outside_and_depends_on_the_input()
     assert found[0] == ("m", 0, ("a", "b"))
 
 
+@pytest.mark.parametrize(("reader", "first"), [("m", ("m", ("out",))), ("n", ("m", ("a",)))])
+def test_a_node_without_modules_belongs_to_what_its_neighbours_share(reader, first):
+    model = graph(("Abs", "x", "a", "m"), ("Split", "a", "b", ""), ("Neg", "b", "out", reader))
+    del model.graph.node[1].metadata_props[:]
+    calls = [(call.site, call.values) for call in module_calls(model)]
+    assert (calls[0], calls[-1]) == (first, ("", ("out",)))
+
+
 def test_a_module_used_inside_another_that_does_not_own_it_belongs_to_both():
     found = calls_of(("Abs", "x", "a", "tail other"), ("Neg", "a", "out", "tail"))
     assert found == [("other", 0, ("a",)), ("tail", 0, ("out",)), ("", 0, ("out",))]
@@ -222,6 +230,10 @@ def test_chosen_sites_and_inputs_that_do_not_fit(small_onnx):
     assert [layer.site for layer in trace_onnx(small_onnx, X.numpy(), sites=["head", "act"]).layers] == ["act", "head"]
     with pytest.raises(LumenError, match="no site 'heads' in small.onnx; the nearest are 'head'"):
         trace_onnx(small_onnx, X.numpy(), sites=["heads"])
+    with pytest.raises(LumenError, match="sites was given without a site"):
+        trace_onnx(small_onnx, X.numpy(), sites=[])
+    with pytest.raises(LumenError, match="different inputs"):
+        compare_layers(trace_torch(SMALL, X), trace_onnx(small_onnx, X.numpy() + 1))
     with pytest.raises(ArtifactError, match=r"Input image has shape \(1, 3, 16, 24\), given \(1, 3, 16, 16\)"):
         trace_onnx(small_onnx, X.numpy()[..., :16])
     with pytest.raises(ArtifactError, match="The graph takes image, and picture were given"):

@@ -101,6 +101,10 @@ def test_a_missing_file_is_refused(tmp_path):
         ("#Number of OpDesc = 10", "#Number of OpDesc = 11", "lists 10 scheduled operations and announces 11"),
         ("opdesc[(] 0x40840000001b", "opdesc( 0x40840000001a", "traffic of operations that it does not schedule"),
         ('"opid" : 0x00004', '"opid" : 0xfffff4', "cannot be read as a schematic"),
+        ('[{]"opid" : 0x0000408200000012', '("opid" : 0x0000408200000012', "line of traffic that cannot be read.*opid"),
+        ('([{]"opid" : 0x0000408200000012.*\n)', r"\1\1", "traffic of an operation twice"),
+        ('"dram_read": 128 ', '"dram_read": 9223372036854775000 ', "more traffic than"),
+        ('"dram_read": 128 ', f'"dram_read": {2**64} ', "cannot be read as a schematic"),
     ],
 )
 def test_a_schematic_of_another_version_is_refused_and_says_what_differs(write, pattern, to, words):

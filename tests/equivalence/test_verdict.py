@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,8 +32,8 @@ def same(x):
     return x
 
 
-def check(actual, claim, samples=(X,), reference=same):
-    return check_equivalence(reference, actual, claim=claim, samples=samples)
+def check(actual, claim, samples=(X,), reference=same, score=None):
+    return check_equivalence(reference, actual, claim=claim, samples=samples, score=score)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +72,52 @@ def test_tolerance_of_an_exact_claim_grows_with_the_output():
     big = 1e6 * X
     assert check(add(1e-3), Exact(), samples=[big]).passed
     assert not check(add(1e-1), Exact(), samples=[big]).passed
+
+
+@pytest.mark.parametrize(
+    ("size", "error", "status"), [(1e-7, 5e-3, "failed"), (1e-7, 1e-7, "passed"), (1, 2e-9, "failed")]
+)
+def test_a_small_output_has_a_small_tolerance(size, error, status):
+    assert check(lambda x: size * x * (1 + error), Exact(), reference=lambda x: size * x).status == status
+
+
+def test_an_output_is_judged_by_its_own_scale_and_not_by_that_of_another():
+    def outputs(error):
+        return lambda x: (1e6 * x, x * (1 + error))
+
+    verdict = check(outputs(1e-6), Exact(), reference=outputs(0))
+    assert (verdict.status, verdict.tolerance) == ("failed", pytest.approx(3e-7))  # of the output that fails
+    assert verdict.max_abs == pytest.approx(3e-6)
+    assert check(outputs(1e-10), Exact(), reference=outputs(0)).passed
+    late = check(lambda x: x * (1 + 1e-6 * (x.abs().max() < 1)), Exact(), samples=[1e6 * X, 1e-3 * X])
+    assert late.status == "failed"
+    assert check(lambda x: x + 1e-12 * (x == 0).all(), Exact(), samples=[X, 0 * X]).status == "failed"
+
+
+def test_what_is_zero_but_for_rounding_is_judged_by_what_was_cancelled():
+    """Terms of 3 leave 1e-16 of each other; a difference of 1e-12 is none of rounding."""
+
+    def cancelled(rest):
+        return lambda x: (x + 0.1) - x - 0.1 + rest
+
+    reference = cancelled(0.0)
+    assert 0 < float(reference(X).abs().max()) < 1e-15
+    assert check(lambda x: (x - 0.1) - x + 0.1, Exact(), reference=reference).passed
+    assert check(cancelled(1e-12), Exact(), reference=reference).status == "failed"
+
+
+@pytest.mark.parametrize("claim", [Exact(), Exact(movement=True), Bounded(0.1, "any")])
+def test_outputs_of_zero_prove_nothing(claim):
+    verdict = check(lambda x: 0 * x.flip(-1), claim, reference=lambda x: 0 * x)
+    assert verdict.status == "pending" and "every output is zero on these samples" in verdict.note
+    assert check(lambda x: 0 * x + 1, claim, reference=lambda x: 0 * x).status == "failed"
+    assert check(lambda x: (0 * x, x), claim, reference=lambda x: (0 * x, x)).passed
+
+
+def test_a_score_is_a_number():
+    for score in ("0.9", True):
+        with pytest.raises(LumenError, match="is its S-measure, a number; found"):
+            check(same, Learned("S-measure", 0.9), score=score)
 
 
 def test_an_exact_claim_is_checked_in_float64_on_copies():
@@ -215,11 +262,14 @@ def test_a_table_shows_failures_first_and_passes_only_if_all_did():
 
 
 def test_a_summary_has_a_row_a_name_with_the_worst_difference():
-    table = VerdictTable((verdict("a", "passed", 0.1), verdict("a", "failed", 0.7), verdict("b", "pending")))
-    assert table.summary() == [
-        {"check": "a", "claim": "claim", "sites": 2, "passed": 1, "worst": 0.7},
-        {"check": "b", "claim": "claim", "sites": 1, "passed": 0, "worst": None},
+    verdicts = verdict("a", "passed", 0.1), verdict("a", "failed", 0.7), verdict("b", "pending")
+    assert VerdictTable(verdicts).summary() == [
+        {"check": "a", "claim": "claim", "sites": 2, "passed": 1, "pending": 0, "failed": 1, "worst": 0.7},
+        {"check": "b", "claim": "claim", "sites": 1, "passed": 0, "pending": 1, "failed": 0, "worst": None},
     ]
+    bounded = tuple(replace(verdict("a", "passed", 1e-12), real_max_abs=real) for real in (0.3, 0.5, None))
+    rows = VerdictTable((*bounded, verdict("b", "passed", 0.1))).summary()
+    assert [row["worst on real inputs"] for row in rows] == [0.5, None]
 
 
 def test_a_table_is_saved_and_read_again_figures_without_end_included(tmp_path):

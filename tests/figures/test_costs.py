@@ -1,6 +1,7 @@
 """What rewrites buy, drawn: bars of the recorded figures, part results hatched, failed compiles crossed."""
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -41,3 +42,29 @@ def test_a_part_of_the_network_is_hatched_and_a_failed_compile_is_a_cross():
 def test_a_plan_that_is_not_there_is_refused_with_those_that_are():
     with pytest.raises(LumenError, match="no OTHER on SM8850; it has PLAN on SM8850"):
         cost_figure(table(FULL), chip="SM8850", plan="OTHER")
+
+
+def test_axes_start_at_0_with_ticks_that_do_not_collide_and_a_legend_says_what_is_drawn():
+    plans = [dataclasses.replace(FULL, tiles=35_079), dataclasses.replace(FULL, about="OTHER", partitions=6)]
+    cheaper = dataclasses.replace(FULL, kind="without", about="a_from_PLAN", dram_read_bytes=7_000_000, tiles=30_000)
+    figure = cost_figure(table(*plans, cheaper), chip="SM8850", plan="PLAN")
+    figure.draw_without_rendering()
+    assert [axes.get_xlim()[0] for axes in figure.axes] == [0, 0, 0, 0]
+    for axes in figure.axes:
+        low, high = axes.get_xlim()
+        ticks = [tick.label1 for tick in axes.xaxis.get_major_ticks() if low <= tick.get_loc() <= high]
+        boxes = [label.get_window_extent() for label in ticks]
+        assert all(one.x1 < other.x0 for one, other in itertools.pairwise(boxes))
+    assert "20,000" in [label.get_text() for label in figure.axes[1].get_xticklabels()]
+    (legend,) = figure.legends
+    told = [text.get_text() for text in legend.get_texts()]
+    assert told[0] == "a plan" and told[-1].startswith("a part of the network only")
+
+
+def test_the_legend_names_the_cross_only_where_there_is_one():
+    failed = dataclasses.replace(FULL, kind="without", about="b_from_PLAN", tiles=None, error="it gave up")
+    labels = [
+        {text.get_text() for text in cost_figure(table(*costs), chip="SM8850", plan="PLAN").legends[0].get_texts()}
+        for costs in ((FULL,), (FULL, failed))
+    ]
+    assert labels[1] - labels[0] == {"the compiler gave up"}

@@ -11,6 +11,7 @@ from torch import nn
 from lumen_lab.equivalence import random_samples
 from lumen_lab.errors import RewriteError
 from lumen_lab.rewrites import check_plan, rewrite
+from lumen_lab.rewrites.catalogue import find_rewrite
 from lumen_lab.rewrites.channels import (
     CHANNEL_GROUPS,
     PAD_CHANNELS,
@@ -21,7 +22,8 @@ from lumen_lab.rewrites.channels import (
     split_conv_over_inputs,
     split_conv_over_outputs,
 )
-from lumen_lab.rewrites.convolution import FOLD_BATCH_NORM
+from lumen_lab.rewrites.convolution import DEFORM_REWRITES, FOLD_BATCH_NORM
+from lumen_lab.rewrites.plan import check_order
 from tests.rewrites.spoiling import spoiled
 
 CONVS = {
@@ -117,6 +119,44 @@ def test_a_cut_that_forgets_the_groups_fails():
 
 class Odd(nn.Conv2d):
     pass
+
+
+CUT_AGAIN = {
+    "inputs, then outputs": ((split_conv_over_inputs(8), split_conv_over_outputs(16)),),
+    "inputs twice": ((split_conv_over_inputs(8),), (split_conv_over_inputs(5),)),
+    "outputs, then inputs": ((split_conv_over_outputs(16),), (split_conv_over_inputs(8),)),
+    "outputs twice": ((split_conv_over_outputs(24),), (split_conv_over_outputs(10),)),
+}
+
+
+@pytest.mark.parametrize("form", ["plain", "two groups", "strided"])
+@pytest.mark.parametrize("order", CUT_AGAIN)
+def test_a_conv_that_was_cut_may_be_cut_again(form, order):
+    """Plans one after the other, each on what the one before has made."""
+    model = conv_net(form).double()
+    made, x = model, samples()[0].double()
+    for plan in CUT_AGAIN[order]:
+        done = rewrite(made, plan, example_inputs=(x,))
+        made = done.model
+        assert all(done.log.applied(rule.name) for rule in plan)
+    with torch.no_grad():
+        for sample in samples():
+            assert torch.allclose(made(sample.double()), model(sample.double()), atol=1e-12)
+
+
+@pytest.mark.parametrize("cut", [split_conv_over_outputs(64), split_conv_over_inputs(4)], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("name", DEFORM_REWRITES)
+def test_deformable_convs_are_rewritten_whole_or_refused(tiny, cut, name):
+    """In one plan by its order; in two calls a conv in parts is refused, site by site."""
+    image = torch.zeros(1, 3, 64, 96)
+    rule = find_rewrite(name)
+    with pytest.raises(RewriteError, match=f"{cut.name} before {name}; it must come after"):
+        check_order((cut, rule))
+    if name == DEFORM_REWRITES[0]:
+        before = rewrite(tiny, (cut,), example_inputs=(image,)).model
+        log = rewrite(before, (rule,), example_inputs=(image,)).log
+        reasons = [entry.refused for entry in log.entries if entry.refused]
+        assert reasons and all("SplitConv, which may compute something else than a Conv2d" in r for r in reasons)
 
 
 REFUSED = {

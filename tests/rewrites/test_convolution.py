@@ -9,6 +9,7 @@ from torch import nn
 from lumen_lab.network.deform import AsppBranch
 from lumen_lab.network.golden import golden_state_dict
 from lumen_lab.rewrites import check_plan, rewrite
+from lumen_lab.rewrites.channels import split_conv_over_outputs
 from lumen_lab.rewrites.convolution import DEFORM_REWRITES, FOLD_BATCH_NORM, scale_and_shift, summed_convs
 from lumen_lab.rewrites.deform import DECOMPOSE_DEFORM_CONV
 from lumen_lab.rewrites.deform_shifts import APPROXIMATE_DEFORM_CONV_BY_SHIFTS
@@ -138,7 +139,7 @@ def test_of_norms_behind_each_other_the_first_is_folded_and_the_second_left():
 def test_a_conv_that_pads_by_reflection_keeps_its_norm():
     model = golden(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), nn.BatchNorm2d(4)))
     (entry,) = rewrite(model, (FOLD_BATCH_NORM,), example_inputs=(SAMPLE,)).log.entries
-    assert "does not pad with zeros" in entry.refused
+    assert "pads with 'reflect'" in entry.refused
 
 
 def test_what_is_no_conv_is_no_sum_of_convs():
@@ -146,3 +147,56 @@ def test_what_is_no_conv_is_no_sum_of_convs():
 
     site = Site("b", nn.BatchNorm2d(4), ((1, 4, 8, 8),), "a", {"a": nn.ReLU()})
     assert summed_convs(site) == {}
+
+
+class WithActivation(nn.BatchNorm2d):
+    """As timm's ``BatchNormAct2d``: a norm that is a ReLU as well."""
+
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+class Doubled(nn.Conv2d):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class UnderTwoNames(nn.Module):
+    """The pass calls the conv by its second name, and a rewrite would replace it at its first."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
+        self.alias = self.conv
+
+    def forward(self, x):
+        return self.norm(self.alias(x))
+
+
+def with_own_forward():
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))
+    model[1].forward = lambda x: x.relu()
+    return model
+
+
+MORE_THAN_WEIGHTS = {
+    "it is a WithActivation": lambda: nn.Sequential(nn.Conv2d(4, 4, 3), WithActivation(4)),
+    "the conv before it is a Doubled": lambda: nn.Sequential(Doubled(4, 4, 3), nn.BatchNorm2d(4)),
+    "has two names in the network": UnderTwoNames,
+    "it has hooks or a forward of its own": with_own_forward,
+}
+
+
+@pytest.mark.parametrize("reason", MORE_THAN_WEIGHTS)
+def test_what_is_more_than_its_weights_is_not_folded(reason):
+    model = golden(MORE_THAN_WEIGHTS[reason]())
+    (entry,) = rewrite(model, (FOLD_BATCH_NORM,), example_inputs=(SAMPLE,)).log.entries
+    assert reason in entry.refused
+
+
+def test_a_sum_of_convs_with_a_part_that_was_cut_keeps_its_norm():
+    """In two calls: within a plan the order forbids it."""
+    before = parts_of(golden(nn.Sequential(AsppBranch(4, 6, 7))))
+    cut = rewrite(before, (split_conv_over_outputs(4),), example_inputs=(SAMPLE,)).model
+    (entry,) = rewrite(cut, (FOLD_BATCH_NORM,), example_inputs=(SAMPLE,)).log.entries
+    assert "the conv before it is a OutputSplitConv" in entry.refused

@@ -9,6 +9,7 @@ from torch import nn
 from lumen_lab.errors import RewriteError
 from lumen_lab.network.deform import DeformableConv2d
 from lumen_lab.rewrites import rewrite
+from lumen_lab.rewrites.channels import OutputSplitConv
 from lumen_lab.rewrites.deform import (
     DECOMPOSE_DEFORM_CONV,
     RECOMPOSE_DEFORM_CONV,
@@ -17,6 +18,12 @@ from lumen_lab.rewrites.deform import (
     sampled,
     swapped_pairs,
     tap_grid,
+)
+from lumen_lab.rewrites.deform_shifts import APPROXIMATE_DEFORM_CONV_BY_SHIFTS
+from lumen_lab.rewrites.deform_substitutes import (
+    SUBSTITUTE_MODULATED_CONV,
+    SUBSTITUTE_PLAIN_CONV,
+    SUBSTITUTE_SEPARABLE_CONV,
 )
 from lumen_lab.rewrites.record import FixedTensors, with_weights
 
@@ -57,9 +64,13 @@ def test_the_number_of_taps_at_once_changes_the_form_and_not_the_function(taps_a
         assert torch.equal(back(x), deform(x))
 
 
-def test_fewer_than_one_tap_at_once_is_refused():
-    with pytest.raises(RewriteError, match="whole number from 1 on, asked for 0"):
-        decompose_deform_conv(taps_at_once=0)
+@pytest.mark.parametrize("taps", [0, 2.5, "3", True])
+def test_taps_at_once_are_a_whole_number(taps):
+    with pytest.raises(RewriteError, match=f"whole number of taps from 1 on, asked for {taps!r}; 9 is the default"):
+        decompose_deform_conv(taps_at_once=taps)
+
+
+def test_the_default_is_called_by_its_constant():
     assert decompose_deform_conv(taps_at_once=9).expression == "DECOMPOSE_DEFORM_CONV"
 
 
@@ -95,6 +106,74 @@ def test_recomposed_conv_has_the_same_weights_and_numbers():
     assert all(torch.equal(back.state_dict()[name], value) for name, value in deform.state_dict().items())
     with torch.no_grad():
         assert torch.equal(back(x), deform(x))
+
+
+def bias_folded(form):
+    form.tap_convs[0].bias = nn.Parameter(torch.ones(4).double())
+
+
+def part_split(form):
+    form.tap_convs[1] = nn.Sequential(form.tap_convs[1])
+
+
+def offsets_replaced(form):
+    form.offset_conv = nn.Sequential(form.offset_conv)
+
+
+NOT_RECOMPOSED = {
+    "have a bias (a norm was folded into them), for which a DeformableConv2d has no place": bias_folded,
+    "one of its tap_convs is a Sequential": part_split,
+    "its offset_conv is a Sequential": offsets_replaced,
+}
+
+
+@pytest.mark.parametrize("reason", NOT_RECOMPOSED)
+def test_a_form_that_is_more_than_a_deformable_conv_is_not_recomposed(reason):
+    _, form, x = pair(7, 1.0, (6, 9))
+    NOT_RECOMPOSED[reason](form[0])
+    (entry,) = rewrite(form, (RECOMPOSE_DEFORM_CONV,), example_inputs=(x,)).log.entries
+    assert reason in entry.refused
+
+
+class TwiceAsFar(DeformableConv2d):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def as_subclass(conv):
+    conv.__class__ = TwiceAsFar
+
+
+def regular_conv_split(conv):
+    conv.regular_conv = OutputSplitConv([conv.regular_conv], [(0, 3)])
+    conv.forward = lambda x: x
+
+
+def hooked(conv):
+    conv.modulator_conv.register_forward_hook(lambda module, inputs, output: output + 1)
+
+
+NOT_PLAIN = {
+    "it is a TwiceAsFar, which may compute something else": as_subclass,
+    "has hooks or a forward of its own": regular_conv_split,
+    "its modulator_conv has hooks": hooked,
+}
+FAMILY = (
+    DECOMPOSE_DEFORM_CONV,
+    APPROXIMATE_DEFORM_CONV_BY_SHIFTS,
+    SUBSTITUTE_MODULATED_CONV,
+    SUBSTITUTE_PLAIN_CONV,
+    SUBSTITUTE_SEPARABLE_CONV,
+)
+
+
+@pytest.mark.parametrize("rule", FAMILY, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("reason", NOT_PLAIN)
+def test_a_conv_that_is_no_plain_deformable_conv_is_left_as_it_is(rule, reason):
+    deform, _, x = pair(3, 1.0, (6, 9))
+    NOT_PLAIN[reason](deform[0])
+    (entry,) = rewrite(deform, (rule,), example_inputs=(x,)).log.entries
+    assert reason in entry.refused
 
 
 def test_a_form_takes_other_sizes_and_another_forms_weights():

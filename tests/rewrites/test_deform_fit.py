@@ -59,7 +59,7 @@ def test_a_fit_beats_the_start_on_pictures_it_has_not_seen():
     model = network(3, modulated=True, offsets_px=1.5)
     conv, images = model[0], pictures(24)
     (fitted,) = fit_plain_convs(model, images[:16]).values()
-    start = type(fitted)(mean_kernel(conv).detach(), torch.zeros(4).double(), 0.0, None)
+    start = type(fitted)(mean_kernel(conv).detach(), torch.zeros(4).double(), 0.0, None, fitted.substitute)
     assert missed(conv, fitted, images[16:]) < 0.5 * missed(conv, start, images[16:])
     assert 10 ** (-fitted.held_out_db / 10) == pytest.approx(missed(conv, fitted, images[16:]), rel=0.5)
 
@@ -98,7 +98,7 @@ def test_fitting_both_factors_in_the_datas_own_measure_beats_cutting_the_kernel(
     (plain,) = fit_plain_convs(model, images).values()
     (separable,) = fit_separable_convs(model, images).values()
     depthwise, pointwise = rank_one(plain.weight)
-    cut = type(plain)(pointwise * depthwise.transpose(0, 1), plain.bias, 0.0, None)
+    cut = type(plain)(pointwise * depthwise.transpose(0, 1), plain.bias, 0.0, None, plain.substitute)
     assert missed(conv, plain, images) < missed(conv, separable, images) < 0.98 * missed(conv, cut, images)
 
 

@@ -218,7 +218,7 @@ def test_a_radius_smaller_than_the_claim_fails(parts):
 
 @pytest.mark.parametrize("radius", [0, -1, 9, 1.5, True, None])
 def test_a_radius_that_is_no_small_whole_number_is_refused(radius):
-    with pytest.raises(RewriteError, match="1 to 8 whole pixels"):
+    with pytest.raises(RewriteError, match="whole number of pixels from 1 to 8"):
         approximate_deform_conv_by_shifts(radius=radius)
 
 

@@ -50,7 +50,7 @@ def values():
 
 def test_offsets_are_counted_over_taps_pixels_and_pictures(known, values):
     far = values[0].abs().amax(1).flatten().numpy()
-    assert (known.site, known.kernel, known.pictures, known.size) == ("0", 3, 4, (8, 5))
+    assert (known.site, known.kernel, known.pictures, known.size) == ("0", 3, 4, (7, 9))
     assert known.offset_mean_px == pytest.approx(far.mean())
     assert known.offset_max_px == pytest.approx(far.max())
     assert known.share_beyond == pytest.approx([(far > 1).mean(), (far > 2).mean()])
@@ -182,21 +182,22 @@ def test_the_record_is_kept_as_json_and_its_rows_have_a_column_a_radius(known, t
         DeformStatistics.load(tmp_path / "other.json")
 
 
-@pytest.mark.parametrize("radii", [(), (0, 1), (2, 1), (1, 1), (1.5,)])
+@pytest.mark.parametrize("radii", [(), (0, 1), (2, 1), (1, 1), (1.5,), (True,), 3, "12"])
 def test_radii_are_rising_whole_pixels(radii):
     with pytest.raises(RewriteError, match="rising whole pixels"):
         deform_statistics(network(), pictures(), radii=radii)
 
 
 def test_what_cannot_be_measured_is_refused():
-    with pytest.raises(RewriteError, match="need pictures"):
+    with pytest.raises(RewriteError, match="needs pictures"):
         deform_statistics(network(), [])
     with pytest.raises(RewriteError, match=r"training mode.*call \.eval"):
         deform_statistics(network().train(), pictures())
     with pytest.raises(RewriteError, match="has no deformable conv"):
         deform_statistics(nn.Sequential(nn.Conv2d(3, 3, 1)).eval(), pictures())
-    with pytest.raises(RewriteError, match="No deformable conv at 5; they are at 0"):
-        deform_statistics(network(), pictures(), sites=["5"])
+    for sites, named in ((["5"], "5"), ("a.b", r"a\.b"), ([], "no path at all")):
+        with pytest.raises(RewriteError, match=f"No deformable conv at {named}; they are at 0"):
+            deform_statistics(network(), pictures(), sites=sites)
     for wrong in (np.zeros((4, 4, 3), np.uint8), torch.zeros(3, 4, 4)):
         with pytest.raises(RewriteError, match=r"normalised tensors \(N, 3, H, W\)"):
             deform_statistics(network(), [wrong])

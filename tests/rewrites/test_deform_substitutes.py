@@ -13,7 +13,7 @@ from lumen_lab.deploy.onnx_export import export_onnx
 from lumen_lab.equivalence import learned_verdict
 from lumen_lab.network.deform import DeformableConv2d
 from lumen_lab.rewrites import check_plan, rewrite
-from lumen_lab.rewrites.deform_fit import FittedConv
+from lumen_lab.rewrites.deform_data import FittedConv
 from lumen_lab.rewrites.deform_statistics import deform_statistics
 from lumen_lab.rewrites.deform_substitutes import (
     SUBSTITUTE_MODULATED_CONV,
@@ -174,7 +174,7 @@ def test_the_attention_map_listens_to_the_taps_that_weigh():
 def test_fitted_kernels_are_taken_as_they_are(make):
     model, x = network(), pictures()[0]
     kernel = torch.randn(4, 1, 1, 1).double() * torch.randn(1, 3, 3, 3).double()
-    fitted = {"0": FittedConv(kernel, torch.full((4,), 0.5).double(), 0.1, None)}
+    fitted = {"0": FittedConv(kernel, torch.full((4,), 0.5).double(), 0.1, None, make.__name__)}
     made = rewrite(model, (make(fitted=fitted),), example_inputs=(x,)).model
     with torch.no_grad():
         level = 2 * torch.sigmoid(model[0].modulator_conv.bias).view(3, 3)
@@ -193,6 +193,23 @@ def test_a_site_that_the_data_do_not_know_is_refused(make):
     for rule in (make(statistics=other), make(fitted={"elsewhere": None})):
         (entry,) = rewrite(model, (rule,), example_inputs=(x,)).log.entries
         assert "have no entry for 0" in entry.refused
+
+
+@pytest.mark.parametrize("make", [substitute_modulated_conv, substitute_plain_conv, substitute_separable_conv])
+def test_data_of_another_network_or_for_another_rewrite_are_refused(make):
+    model, x = network(), pictures()[0]
+    fit = FittedConv(torch.zeros(4, 3, 3, 3), torch.zeros(4), 0.1, None, make.__name__)
+    wide = dataclasses.replace(fit, weight=torch.zeros(4, 5, 3, 3))
+    cases = {
+        "kernel fitted for 0 is (4, 5, 3, 3), not (4, 3, 3, 3)": make(fitted={"0": wide}),
+        "was fitted for another_rewrite, not for": make(
+            fitted={"0": dataclasses.replace(fit, substitute="another_rewrite")}
+        ),
+        "have a kernel of 7 and not 3 for 0": make(statistics=deform_statistics(network(7), pictures())),
+    }
+    for reason, rule in cases.items():
+        (entry,) = rewrite(model, (rule,), example_inputs=(x,)).log.entries
+        assert reason in entry.refused
 
 
 # What a learned rewrite owes to the rest of the house

@@ -13,6 +13,7 @@ from lumen_lab.rewrites import Constraint, rewrite
 from lumen_lab.rewrites.catalogue import CATALOGUE
 from lumen_lab.rewrites.convolution import FOLD_BATCH_NORM
 from lumen_lab.rewrites.deform import DECOMPOSE_DEFORM_CONV
+from lumen_lab.rewrites.deform_shifts import APPROXIMATE_DEFORM_CONV_BY_SHIFTS
 from lumen_lab.rewrites.effect import (
     PlanEffect,
     choice_rows,
@@ -189,8 +190,22 @@ def test_choices_say_what_the_records_say():
 def test_a_rewrite_made_in_a_notebook_still_has_an_effect(block):
     mine = replace(FOLD_BATCH_NORM, name="fold_mine")
     effect = plan_effect(block, (DECOMPOSE_DEFORM_CONV, mine), example_inputs=EXAMPLE)
-    assert effect.code.startswith("# fold_mine is written FOLD_MINE, but no module")
+    assert "    DECOMPOSE_DEFORM_CONV,\n    # left out: fold_mine is written FOLD_MINE, but no module" in effect.code
     assert effect.log[1]["sites"] > 0
+
+
+def test_what_is_printed_are_the_figures_and_not_every_operation(after):
+    printed = str(after).splitlines()
+    assert printed[0] == "plan: decompose_deform_conv, fold_batch_norm" and len(printed) == len(after.rows())
+    assert "partitions predicted: 1" in printed and "failed" not in str(after)
+    assert len(after.partition_rows) > 30 and "runs_on" not in repr(after)
+
+
+def test_a_bounded_rewrite_has_its_difference_on_real_inputs_beside_that_at_its_edges(block):
+    plan = (APPROXIMATE_DEFORM_CONV_BY_SHIFTS, FOLD_BATCH_NORM)
+    row, *others = plan_effect(block, plan, example_inputs=EXAMPLE, samples=[torch.randn(2, 4, 5, 9)]).verdicts
+    assert row["passed"] == row["sites"] == 4 and row["worst"] < 1e-9 < 1e-3 < row["worst on real inputs"]
+    assert [other["worst on real inputs"] for other in others] == [None] * len(others)
 
 
 def test_no_verdicts_no_rows():

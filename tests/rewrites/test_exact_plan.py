@@ -26,7 +26,7 @@ from lumen_lab.rewrites.attention import (
     WindowPartition4d,
     shifted_mask,
 )
-from lumen_lab.rewrites.check import whole_verdict
+from lumen_lab.rewrites.check import network_runs, whole_verdict
 from lumen_lab.rewrites.convolution import FOLD_BATCH_NORM
 from lumen_lab.rewrites.deform import DECOMPOSE_DEFORM_CONV, GridSampleConv, tap_grid
 from lumen_lab.rewrites.record import FixedTensors
@@ -163,7 +163,7 @@ def padding_attended(window, shift, size):
 
 
 def weak_mask(window, shift, size):
-    return shifted_mask(window, shift, size) * (-10 / MASKED) * -1
+    return shifted_mask(window, shift, size) * (-10 / MASKED)
 
 
 def padding_of_the_map_masked(window, shift, size):
@@ -286,12 +286,13 @@ def test_a_learned_substitution_is_pending_and_so_is_the_plan(parts):
 
 
 def test_a_plan_claims_no_more_than_its_weakest_rewrite():
-    module, samples = nn.Identity(), [torch.zeros(1, 3, 4, 4)]
+    images = [torch.randn(1, 3, 4, 4)]
+    made = network_runs(images, images, images)
     learned = dataclasses.replace(CONVERT_IMAGE_TILES_TO_4D, claim=Learned("S-measure", 0.9))
     bounded = dataclasses.replace(CONVERT_IMAGE_TILES_TO_4D, claim=Bounded(0.1, "any image"))
 
     def claimed(*plan) -> tuple[str, str]:
-        verdict = whole_verdict(module, module, plan, samples)
+        verdict = whole_verdict(plan, made)
         return verdict.claim, verdict.status
 
     assert claimed(CONVERT_IMAGE_TILES_TO_4D, CONVERT_WINDOW_MERGE_TO_4D) == (

@@ -111,7 +111,7 @@ def test_it_goes_with_the_exact_rewrites_and_only_the_encoders_size_changes(tiny
 
 
 def test_it_is_learned_and_so_pending():
-    paths = nn.Sequential(InputPaths(), Mean())
+    paths = nn.Sequential(InputPaths(), Mean()).eval()
     table = check_plan(paths, (SUBSTITUTE_INPUT_PATHS,), samples=[IMAGE])
     assert len(table.verdicts) == 2
     assert {verdict.status for verdict in table.verdicts} == {"pending"}

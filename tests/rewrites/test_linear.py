@@ -120,6 +120,18 @@ def test_hooks_are_not_lost(layers):
     assert "it has hooks" in str(log.rows())
 
 
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return 3 * super().forward(x)
+
+
+def test_a_linear_layer_with_another_forward_is_left_as_it_is():
+    model = nn.Sequential(Scaled(8, 6), nn.Linear(6, 8)).eval()
+    log = rewrite(model, (CONVERT_LINEAR_TO_CONV,), example_inputs=torch.zeros(2, 5, 3, 8)).log
+    assert [entry.site for entry in log.applied()] == ["1"]
+    assert "it is a Scaled, which may compute something else than a Linear" in str(log.rows())
+
+
 @pytest.mark.parametrize(
     "late", [SPLIT_ATTENTION_BY_HEADS, REDUCE_ATTENTION_RANK, SUBSTITUTE_WINDOW, SUBSTITUTE_GLOBAL_WINDOW]
 )

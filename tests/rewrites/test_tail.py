@@ -62,10 +62,11 @@ def images(*sizes, batch=2):
 
 
 EVEN = images((8, 16), (4, 4), (12, 8))
+WIDE = images((32, 64))
 ANY = images((7, 10), (3, 5), (2, 3), (9, 3))
 
 
-@pytest.mark.parametrize(("block", "samples"), [(4, EVEN), (2, EVEN), (1, EVEN), (1, ANY)])
+@pytest.mark.parametrize(("block", "samples"), [(16, WIDE), (4, EVEN), (2, EVEN), (1, EVEN), (1, ANY)])
 def test_the_folded_tail_is_the_same_to_the_last_pixel_of_the_border(tail, block, samples):
     rule = fold_full_resolution_tail(block)
     table = check_plan(tail, (rule,), samples=samples)
@@ -294,6 +295,7 @@ def test_tiles_are_rewritten_after_the_tail_not_before(tiny):
 def test_a_tail_whose_convs_are_not_the_published_ones_is_refused(tail):
     changes = {
         "conv1 is no plain 3×3": lambda model: setattr(model.ipt_blk1, "conv1", nn.Conv2d(3, 12, 5, padding=2)),
+        "conv_out is no plain 3×3": lambda model: model.ipt_blk1.conv_out.register_forward_hook(lambda *_: None),
         "no ipt_blk1 and conv_out1 as published": lambda model: setattr(model, "ipt_blk1", nn.Conv2d(3, 5, 1)),
         "has hooks": lambda model: model.ipt_blk1.register_forward_hook(lambda *_: None),
     }
@@ -304,6 +306,13 @@ def test_a_tail_whose_convs_are_not_the_published_ones_is_refused(tail):
             model.ipt_blk1.forward = lambda image, size: torch.zeros(2, 5, *size)
         (entry,) = rewrite(model, (FOLD_FULL_RESOLUTION_TAIL,), example_inputs=(EVEN[0],)).log.entries
         assert reason in entry.refused
+
+
+@pytest.mark.parametrize("block", [0, 3, 5, 6, 32, 64, 2.0, True, "4"])
+@pytest.mark.parametrize("make", [fold_full_resolution_tail, lambda block: substitute_slim_tail(block=block)])
+def test_a_block_divides_every_image(make, block):
+    with pytest.raises(RewriteError, match=f"one of 1, 2, 4, 8, 16, asked for {block!r}"):
+        make(block)
 
 
 @pytest.mark.parametrize("channels", [0, 1, 2.0])

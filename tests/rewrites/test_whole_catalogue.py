@@ -12,15 +12,16 @@ from lumen_lab.network.checkpoints import weights_sha256
 from lumen_lab.rewrites import check_plan, rewrite
 from lumen_lab.rewrites.catalogue import CATALOGUE, find_rewrite
 from lumen_lab.rewrites.channels import split_conv_over_outputs
+from lumen_lab.rewrites.deform import RECOMPOSE_DEFORM_CONV
 from lumen_lab.rewrites.plan import check_order
-from lumen_lab.specs import Learned
+from lumen_lab.specs import Exact, Learned
 
 INPUTS = (torch.randn(1, 3, 64, 96, generator=torch.Generator().manual_seed(0)),)
 SAMPLES = random_samples([(64, 96), (96, 32)], batch=2)
 # What a rewrite needs to find sites, where the published network or a tiny one has none for it.
-FIRST = {"fold_batch_norm": ("decompose_deform_conv",)}
+FIRST = {"fold_batch_norm": ("decompose_deform_conv",), "recompose_deform_conv": ("decompose_deform_conv",)}
 TINY = {"split_conv_over_outputs": split_conv_over_outputs(64)}
-RULES = [TINY.get(rule.name, rule) for rule in CATALOGUE]
+RULES = [*(TINY.get(rule.name, rule) for rule in CATALOGUE), RECOMPOSE_DEFORM_CONV]
 
 each_rewrite = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 each_checked = pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def rewritten(tiny):
 
 
 def test_every_kind_of_claim_is_named_as_such():
-    for rule in CATALOGUE:
+    for rule in RULES:
         verb = rule.name.split("_")[0]
         expected = {"approximate": "Bounded", "substitute": "Learned"}.get(verb, "Exact")
         assert type(rule.claim).__name__ == expected, rule.name
@@ -139,7 +140,7 @@ class Rolled(nn.Module):
     def forward(self, *given):
         output = self.inner(*given)
         first = output[0] if isinstance(output, tuple) else output
-        moved = first.roll(1, -2)
+        moved = first.roll(1, -2 if first.shape[-2] > 1 else 1)  # a map of one pixel: its channels
         return (moved, *output[1:]) if isinstance(output, tuple) else moved
 
 
@@ -155,8 +156,9 @@ def test_a_spoiled_version_is_caught(tiny, rule, spoil):
     table = check_plan(tiny, (*plan_with(rule)[:-1], spoiled), samples=SAMPLES[:1])
     *mine, whole = [verdict for verdict in table.verdicts if verdict.name in (rule.name, "whole network")]
     failed = sum(verdict.status == "failed" for verdict in mine)
-    assert failed >= 0.6 * len(mine) > 0  # where no input reaches a channel, one weight of it does not show
-    assert whole.status != "passed"
+    least = 1 if spoil is rolled else 0.6  # where no input reaches a channel, one weight of it does not show
+    assert failed >= least * len(mine) > 0
+    assert whole.status == ("failed" if isinstance(rule.claim, Exact) else "pending")
 
 
 def test_a_learned_claim_is_pending_until_it_has_a_score(tiny):

@@ -9,7 +9,7 @@ from torch import nn
 
 from lumen_lab.equivalence import random_samples
 from lumen_lab.errors import RewriteError
-from lumen_lab.network.swin import SwinBlock, relative_position_index
+from lumen_lab.network.swin import SwinBlock, WindowAttention, relative_position_index
 from lumen_lab.rewrites import check_plan, rewrite, windows
 from lumen_lab.rewrites.attention import (
     CONVERT_CYCLIC_SHIFT_TO_PADDING,
@@ -17,6 +17,7 @@ from lumen_lab.rewrites.attention import (
     CONVERT_WINDOW_PARTITION_TO_4D,
 )
 from lumen_lab.rewrites.heads import REDUCE_ATTENTION_RANK, SPLIT_ATTENTION_BY_HEADS
+from lumen_lab.rewrites.linear import CONVERT_LINEAR_TO_CONV
 from lumen_lab.rewrites.plan import check_order
 from lumen_lab.rewrites.windows import (
     LEAST_LOG_WEIGHT,
@@ -250,6 +251,32 @@ def test_rewritten_blocks_are_left_as_they_are(blocks):
         again = rewrite(done, (rule,), example_inputs=x).log
         assert [entry.site for entry in again.applied()] == ["0"]
         assert "its shift, unshift has been rewritten already; choose the windows first" in str(again.rows())
+
+
+@pytest.mark.parametrize("later", [substitute_window(window=16), SUBSTITUTE_GLOBAL_WINDOW], ids=lambda rule: rule.name)
+def test_bias_tables_are_carried_over_once(blocks, later):
+    module, x = blocks
+    once = rewrite(module, (SUBSTITUTE_WINDOW,), example_inputs=x).model
+    log = rewrite(once, (later,), example_inputs=x).log
+    assert log.applied() == []
+    assert "substitute_window has made it already, and its bias table would be carried over twice" in str(log.rows())
+
+
+@pytest.mark.parametrize("rule", [SUBSTITUTE_WINDOW, SUBSTITUTE_GLOBAL_WINDOW], ids=lambda rule: rule.name)
+def test_a_block_with_rewritten_parts_of_parts_or_another_attention_is_refused(blocks, rule):
+    module, x = blocks
+    convs = rewrite(module, (CONVERT_LINEAR_TO_CONV,), example_inputs=x).model
+    reason = "its attn.qkv, attn.proj, mlp.fc1, mlp.fc2 has been rewritten already"
+    assert reason in str(rewrite(convs, (rule,), example_inputs=x).log.rows())
+    other = copy.deepcopy(module)
+    for block in other:
+        block.attn.__class__ = Louder
+    assert "its attn is a Louder" in str(rewrite(other, (rule,), example_inputs=x).log.rows())
+
+
+class Louder(WindowAttention):
+    def forward(self, x, mask):
+        return 2 * super().forward(x, mask)
 
 
 def test_the_whole_map_comes_before_other_windows():

@@ -39,12 +39,12 @@ def picker(measure):
 def cells(page):
     """Text of the table cells in a piece of HTML, by the head of their line."""
     lines = re.findall(r"<tr>(.*?)</tr>", page)
-    texts = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line) for line in lines]
+    texts = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", re.sub(r"</?span[^>]*>", "", line)) for line in lines]
     return {first: rest for first, *rest in texts}
 
 
 def test_it_starts_with_the_network_as_it_is(picker, measure):
-    assert picker.picked == picker.measured == [] and measure.asked == [(), ()]
+    assert picker.picked == picker.measured == () and measure.asked == [(), ()]
     assert picker.effect["plan"] == () and picker.code == "plan = ()\n" and picker.error == ""
     assert picker.summary.startswith("The network as it is: 3 NPU partitions predicted for SM8850, 2 of 64 operations")
     assert "<td>2</td><td>block.0</td><td>HTP has no DeformConv</td>" in picker.panel
@@ -53,7 +53,7 @@ def test_it_starts_with_the_network_as_it_is(picker, measure):
 def test_picking_measures_and_shows_the_difference(picker, measure):
     effect = picker.pick([NORM, DEFORM])
     assert effect is picker.effect and effect["plan"] == (DEFORM, NORM) == measure.asked[-1]
-    assert picker.picked == picker.measured == [DEFORM, NORM]
+    assert picker.picked == picker.measured == (DEFORM, NORM)
     assert picker.code == f"plan = ({DEFORM.upper()}, {NORM.upper()}, )\n"
     assert plan_page.code_html(picker.code) in picker.panel
     found = cells(picker.panel)
@@ -94,7 +94,7 @@ def test_rewrites_that_exclude_each_other_are_refused_with_the_reason(picker, na
         picker.pick(names)
     with pytest.raises(traitlets.TraitError, match=sentence):
         picker.picked = names
-    assert picker.picked == picker.measured == [NORM]
+    assert picker.picked == picker.measured == (NORM,)
 
 
 def test_unknown_names_are_refused(picker):
@@ -102,6 +102,26 @@ def test_unknown_names_are_refused(picker):
         picker.pick(["fold"])
     with pytest.raises(RewriteError, match="a list of names, found the text 'fold_batch_norm'"):
         picker.pick(NORM)
+    with pytest.raises(RewriteError, match=r"a list of names, found None; write \[\]"):
+        picker.pick(None)
+    with pytest.raises(traitlets.TraitError):
+        picker.picked = None
+
+
+def test_what_is_picked_cannot_be_changed_in_place(picker):
+    picker.pick([NORM])
+    with pytest.raises(AttributeError):
+        picker.picked.append(TILES)
+    assert picker.get_state()["picked"] == picker.picked == (NORM,)
+
+
+def test_a_refusal_is_gone_once_something_is_picked_even_what_was_picked_before(picker):
+    picker.pick([NORM])
+    summary = picker.summary
+    picker.set_state({"picked": ["nope"]})
+    assert "no rewrite 'nope'" in picker.error
+    assert picker.pick([NORM])["plan"] == (NORM,)
+    assert (picker.error, picker.summary) == ("", summary)
 
 
 def test_an_error_of_measure_is_shown_and_raised(picker, measure):
@@ -110,7 +130,7 @@ def test_an_error_of_measure_is_shown_and_raised(picker, measure):
         picker.pick([NORM])
     assert picker.error == "Measuring failed with ValueError: out of <room>"
     assert picker.effect is None and picker.code == picker.panel == picker.summary == ""
-    assert picker.measured == [NORM]
+    assert picker.measured == (NORM,)
     assert "Measuring failed with ValueError: out of &lt;room&gt;" in picker.static_html()
     measure.failure = RewriteError("A sentence of our own.")
     with pytest.raises(RewriteError):
@@ -152,9 +172,9 @@ def impatient(monkeypatch):
 def test_the_browser_s_choice_is_measured_when_the_kernel_is_idle():
     async def story(picker, measure):
         picker.set_state({"picked": [NORM]})
-        assert picker.busy and picker.picked == [NORM] and picker.measured == []
+        assert picker.busy and picker.picked == (NORM,) and picker.measured == ()
         await asyncio.sleep(0.1)
-        assert not picker.busy and picker.measured == [NORM] and "1 rewrite:" in picker.summary
+        assert not picker.busy and picker.measured == (NORM,) and "1 rewrite:" in picker.summary
 
     in_a_kernel(story)
 
@@ -183,7 +203,7 @@ def test_an_answer_to_an_older_choice_is_dropped():
         picker.set_state({"picked": [NORM]})
         await asyncio.sleep(0.15)
         assert measure.asked[2:] == [(NORM,), (TILES,)]
-        assert shown == [[TILES]] and picker.effect["plan"] == (TILES,)
+        assert shown == [(TILES,)] and picker.effect["plan"] == (TILES,)
 
     in_a_kernel(story)
 
@@ -198,7 +218,7 @@ def test_a_choice_from_another_thread_is_measured_in_the_kernel_s_own():
         sender.start()
         sender.join()
         await asyncio.sleep(0.1)
-        assert threads == [threading.current_thread()] and picker.measured == [NORM]
+        assert threads == [threading.current_thread()] and picker.measured == (NORM,)
 
     in_a_kernel(story)
 
@@ -217,7 +237,7 @@ def test_a_choice_of_the_browser_that_is_refused_is_sent_back(picker, monkeypatc
     sent = []
     monkeypatch.setattr(picker, "send_state", lambda key=None: sent.append(key))
     picker.set_state({"picked": [DEFORM, PLAIN]})
-    assert picker.picked == [] and "not beside" in picker.error and "picked" in sent
+    assert picker.picked == () and "not beside" in picker.error and "picked" in sent
     picker.pick([NORM])
     assert picker.error == ""
 
@@ -244,6 +264,10 @@ def test_wrong_rows_are_refused(measure):
         RewritePicker(with_row(0, after=[[NORM, "a reason"]]), measure)
     with pytest.raises(RewriteError, match="cannot be picked: not beside"):
         RewritePicker(CHOICES, measure, presets={"both": [DEFORM, PLAIN]})
+    with pytest.raises(RewriteError, match="The preset 'original' is the network as it is; call yours otherwise"):
+        RewritePicker(CHOICES, measure, presets={"original": [NORM]})
+    with pytest.raises(RewriteError, match="found a Fold; rewrites.effect.choice_rows makes rows of rewrites"):
+        RewritePicker([type("Fold", (), {})()], measure)
     with pytest.raises(RewriteError, match="recorded row says its plan, found only DRAM"):
         RewritePicker(CHOICES, measure, recorded_rows=[{"DRAM": 1}])
     with pytest.raises(RewriteError, match="found no macs"):
@@ -282,7 +306,7 @@ def test_refused_sites_and_pending_checks_are_told(picker, measure):
         {"rewrite": "whole network", "sites": 1, "worst": 0.5, "passed": 0, "failed": 1, "pending": 0}
     )
     found = cells(plan_page.panel_html(effect_of([]), effect, []))
-    assert found[PLAIN] == ["1, refused at 3: it has &lt;stride&gt; 2", "… 2 pending, worst 1.0e-14"]
+    assert found[PLAIN] == ["1, refused at 3: it has &lt;stride&gt; 2", "… in 2 modules: 2 pending, worst 1.0e-14"]
     assert found["whole network"] == ["", "✗ 1 failed, worst 5.0e-01"]
     unchecked = cells(plan_page.panel_html(effect_of([]), {**effect, "log": [], "verdicts": []}, []))
     assert unchecked[PLAIN] == ["none found", "not checked"]
@@ -335,10 +359,32 @@ def test_a_real_module_is_picked_apart(tiny_config):
     measure = effect_of_names(module, CATALOGUE, example_inputs=(torch.empty(1, 4, 8, 12),))
     picker = RewritePicker(choice_rows(CATALOGUE), measure)
     effect = picker.pick(["fold_batch_norm", "decompose_deform_conv"])
-    assert picker.picked == list(effect.plan) == ["decompose_deform_conv", "fold_batch_norm"]
+    assert list(picker.picked) == list(effect.plan) == ["decompose_deform_conv", "fold_batch_norm"]
     found = cells(picker.panel)
     assert found["operations on the CPU, predicted"] == ["4", "0", "−4"] and effect.cpu_operations == 0
     assert found["deform_conv2d"] == ["4", "0", "−4"]
     assert found["NPU partitions, predicted"][1] == str(effect.partitions) == "1"
     assert found["decompose_deform_conv"] == ["4", "not checked"]
     assert "DECOMPOSE_DEFORM_CONV" in picker.code
+
+
+def test_an_order_holds_only_where_a_plan_has_both_and_equal_reasons_are_joined(measure):
+    after = [["a", "sizes <change>"], ["b", "a third reason."], ["c", "sizes <change>"]]
+    page = plan_page.choices_html([{**CHOICES[0], "after": after}], (), blocked={}, live=False)
+    assert (
+        "no DeformConv. If the plan also has a or c: after them, since sizes &lt;change&gt;. "
+        "If the plan also has b: after it, since a third reason.</span>"
+    ) in page
+
+
+def test_checks_of_modules_that_hold_several_sites_say_how_many_there_were():
+    effect = effect_of([NORM])
+    effect["log"] = [{"rewrite": NORM, "sites": 43, "refused": 0, "why refused": ""}]
+    effect["verdicts"][0] |= {"passed": 38}
+    page = plan_page.panel_html(effect_of([]), effect, [])
+    assert cells(page)[NORM] == ["43", "✓ in 38 modules: 38 passed, worst 1.0e-14"]
+    assert "<span style='white-space:nowrap'>1.0e-14</span>" in page
+
+
+def test_the_static_page_says_that_it_is_a_picture(picker):
+    assert plan_page.STATIC_NOTE in picker.static_html()
