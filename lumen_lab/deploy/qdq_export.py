@@ -1,0 +1,131 @@
+"""The NPU's graph as an ONNX file with quantisers in it (QDQ): the same operations, encodings and integers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+
+from lumen_lab.deploy.onnx_export import OPSET, TOOLS, write_proto
+from lumen_lab.deploy.qdq_builder import QdqBuilder, ShapesAndConstants, dequantised, integers_of
+from lumen_lab.deploy.qdq_ops import PARTS_ONLY, emit
+from lumen_lab.errors import ExportError
+from lumen_lab.quantization.npu_graph import NPUGraph
+from lumen_lab.quantization.rules import INPUT, op_name, rule_of
+from lumen_lab.specs import Manifest, TensorSpec, file_sha256, manifest_path, tool_versions
+
+if TYPE_CHECKING:
+    import onnx
+
+
+def export_qdq(graph: NPUGraph, path: str | Path, *, output_name: str = "mask", float_ends: bool = False) -> Path:
+    """Write ``graph`` as ONNX (opset 20) for a batch of one, with a manifest; returns the path.
+
+    Inputs and outputs are the integers themselves, their encoding in the manifest; with ``float_ends`` they are
+    float32 and the file quantises them. The file appears whole or not; ``ExportError`` says why not.
+    """
+    path = Path(path)
+    if path.suffix != ".onnx":
+        raise ExportError(f"An ONNX file is named .onnx, asked for '{path.name}'; change the ending.")
+    build = built(graph)
+    proto = model_proto(build, output_name, float_ends=float_ends)
+    write_proto(proto, path)
+    manifest(graph, build, proto, path, float_ends=float_ends).save(manifest_path(path))
+    return path
+
+
+@torch.no_grad()
+def built(graph: NPUGraph) -> QdqBuilder:
+    """All operations of the graph, for one image."""
+    module = graph.graph_module
+    device = next(module.parameters()).device
+    run = ShapesAndConstants(module)
+    run.run(torch.zeros(1, 3, *graph.size, device=device))
+    build = QdqBuilder(module, run)
+    for node in module.graph.nodes:
+        if node in run.live:
+            write(build, node)
+    return build
+
+
+def write(build: QdqBuilder, node: fx.Node) -> None:
+    """One node: an operation, or the quantiser behind one."""
+    if node.op == "call_module":
+        (source,) = node.args
+        if source.op == "placeholder":
+            build.names[node] = build.dequantised(source.name, source.name, build.encoding(node))
+        else:
+            build.names[node] = build.quantised(build.names[source], source.name, build.encoding(node))
+    elif node.op == "call_function" and op_name(node) not in PARTS_ONLY:
+        value = emit(build, node)
+        moved = rule_of(node).output == INPUT
+        build.names[node] = build.quantised(value, node.name, build.encoding(node)) if moved else value
+
+
+def model_proto(build: QdqBuilder, output_name: str, *, float_ends: bool) -> onnx.ModelProto:
+    """The ONNX model around the operations written."""
+    from onnx import helper, numpy_helper
+
+    image, result = ends(build)
+    name = build.names[result].removesuffix(dequantised(""))
+    for node in build.nodes:
+        rename(node, integers_of(name), output_name)
+    kinds = [helper.np_dtype_to_tensor_dtype(np_dtype(build, node)) for node in (image, result)]
+    inputs = [helper.make_tensor_value_info(image.name, kinds[0], build.shape(image))]
+    outputs = [helper.make_tensor_value_info(output_name, kinds[1], build.shape(result))]
+    constants = [numpy_helper.from_array(values, name) for name, values in build.initializers.items()]
+    graph = helper.make_graph(live_only(build.nodes, output_name), "npu_graph", inputs, outputs, constants)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=10)
+
+
+def ends(build: QdqBuilder) -> tuple[fx.Node, fx.Node]:
+    """The input, and the node whose value is the output."""
+    nodes = list(build.graph.graph.nodes)
+    image = next(node for node in nodes if node.op == "placeholder")
+    (result,) = nodes[-1].args
+    return image, result[0] if isinstance(result, tuple | list) else result
+
+
+def np_dtype(build: QdqBuilder, node: fx.Node):
+    import numpy as np
+
+    quantiser = next(iter(node.users)) if node.op == "placeholder" else node
+    return np.dtype(build.encoding(quantiser).dtype)
+
+
+def rename(node: onnx.NodeProto, before: str, after: str) -> None:
+    """Another name for a value."""
+    for names in (node.input, node.output):
+        for place, name in enumerate(names):
+            if name == before:
+                names[place] = after
+
+
+def live_only(nodes: list[onnx.NodeProto], output_name: str) -> list[onnx.NodeProto]:
+    """The nodes that the output needs."""
+    needed, kept = {output_name}, []
+    for node in reversed(nodes):
+        if needed.intersection(node.output):
+            needed.update(node.input)
+            kept.append(node)
+    return kept[::-1]
+
+
+def manifest(graph: NPUGraph, build: QdqBuilder, proto, path: Path, *, float_ends: bool) -> Manifest:
+    """What made the file, and its contract: the encodings of the integers that go in and come out."""
+    image, result = ends(build)
+
+    def spec(value, node: fx.Node) -> TensorSpec:
+        encoding = build.encoding(node)
+        return TensorSpec(value.name, build.shape(node), "NCHW", encoding.dtype, encoding.scale, encoding.zero_point)
+
+    return Manifest(
+        kind="qdq",
+        made_from=graph.made_from,
+        versions=tool_versions(*TOOLS),
+        inputs=(spec(proto.graph.input[0], next(iter(image.users))),),
+        outputs=(spec(proto.graph.output[0], result),),
+        files={path.name: file_sha256(path)},
+    )

@@ -1,0 +1,124 @@
+"""Rounding to integers and back, in float and with gradients: what ONNX QuantizeLinear and DequantizeLinear compute.
+
+The arithmetic is that of the ONNX pair in float32 (a division, halves to even, a multiplication), so that torch and
+onnxruntime give the same integers. ``torch.fake_quantize_per_tensor_affine`` multiplies by the inverse of the scale and
+adds the zero point before it rounds, which moves ties.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lumen_lab.quantization.encoding import SMALLEST_SCALE, Encoding
+
+WEIGHT_STEPS = 127  # int8 without −128, so that a weight and its negative are both exact
+
+
+class _ToGrid(torch.autograd.Function):
+    """x -> scale · clip(round(x / scale)); gradients pass inside the clip, and to the scale as LSQ has them.
+
+    Esser et al., 2020, equation 3: inside the clip the scale's gradient is the rounding error, outside the bound.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, scale: Tensor, low: float, high: float) -> Tensor:
+        steps = (x / scale).round_()
+        clipped = steps.clamp(low, high)
+        inside = steps == clipped
+        learnt = scale.requires_grad
+        ctx.save_for_backward(inside, *((x, scale, clipped) if learnt else ()))
+        return clipped * scale if learnt else clipped.mul_(scale)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        inside, *learnt = ctx.saved_tensors
+        of_scale = None
+        if learnt and ctx.needs_input_grad[1]:
+            x, scale, clipped = learnt
+            of_scale = (gradient * torch.where(inside, clipped - x / scale, clipped)).sum().reshape(scale.shape)
+        return gradient * inside, of_scale, None, None
+
+
+def to_grid(x: Tensor, scale: Tensor, low: float, high: float) -> Tensor:
+    """``x`` rounded to multiples of ``scale`` between ``low`` and ``high`` steps; differentiable."""
+    return _ToGrid.apply(x, scale, low, high)
+
+
+class FakeQuantize(nn.Module):
+    """The quantised value of an activation or constant; ``encoding`` may be set anew at any time unless ``fixed``.
+
+    ``scale`` is a buffer, or a parameter once ``learn_scale`` was called. Zero points are not learnt.
+    """
+
+    def __init__(self, encoding: Encoding, *, fixed: bool = False):
+        super().__init__()
+        self.fixed = fixed
+        self.register_buffer("scale", torch.tensor(encoding.scale))
+        self.register_buffer("zero_point", torch.tensor(encoding.zero_point, dtype=torch.int32))
+        self.encoding = encoding
+
+    @property
+    def encoding(self) -> Encoding:
+        return Encoding(float(self.scale.detach().abs()), int(self.zero_point), self.bits)
+
+    @encoding.setter
+    def encoding(self, encoding: Encoding) -> None:
+        self.bits = encoding.bits
+        with torch.no_grad():
+            self.scale.fill_(encoding.scale)
+            self.zero_point.fill_(encoding.zero_point)
+        self._set_bounds()
+
+    def _set_bounds(self) -> None:
+        zero_point = int(self.zero_point)
+        self.low, self.high = float(-zero_point), float(2**self.bits - 1 - zero_point)
+
+    def _load_from_state_dict(self, *given) -> None:
+        super()._load_from_state_dict(*given)
+        self._set_bounds()
+
+    def learn_scale(self) -> None:
+        """Make the scale a parameter (LSQ)."""
+        if not isinstance(self.scale, nn.Parameter):
+            scale = self.scale
+            del self.scale
+            self.scale = nn.Parameter(scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return to_grid(x, self.scale, self.low, self.high)
+
+    def extra_repr(self) -> str:
+        return f"scale={float(self.scale):.4g}, zero_point={int(self.zero_point)}, bits={self.bits}"
+
+
+class WeightQuantize(nn.Module):
+    """A weight on the int8 grid of ``scale``; the largest of each channel is exact, so that every gradient passes."""
+
+    def forward(self, weight: Tensor, scale: Tensor) -> Tensor:
+        return to_grid(weight, scale, -WEIGHT_STEPS, WEIGHT_STEPS)
+
+
+class BiasQuantize(nn.Module):
+    """A bias as int32 in steps of input scale × weight scale, the unit in which the NPU sums products."""
+
+    def forward(self, bias: Tensor, input_scale: Tensor, weight_scale: Tensor) -> Tensor:
+        return to_grid(bias, bias_scale(input_scale, weight_scale), -(2.0**31), 2.0**31 - 1)
+
+
+class First(nn.Module):
+    """What stands in for a quantiser that is switched off: its first argument."""
+
+    def forward(self, value: Tensor, *scales: Tensor) -> Tensor:
+        return value
+
+
+def weight_scale(weight: Tensor, axis: int) -> Tensor:
+    """One symmetric scale for each channel of ``axis``, shaped to broadcast over the weight."""
+    others = [dim for dim in range(weight.ndim) if dim != axis]
+    return (weight.detach().abs().amax(others, keepdim=True) / WEIGHT_STEPS).clamp_min(SMALLEST_SCALE)
+
+
+def bias_scale(input_scale: Tensor, weight_scale: Tensor) -> Tensor:
+    """One scale for each channel."""
+    return input_scale.detach() * weight_scale.detach().reshape(-1)
