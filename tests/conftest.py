@@ -76,3 +76,23 @@ def tiny(tiny_config):
     from lumen_lab.network import load_network
 
     return load_network(tiny_config, "golden")
+
+
+@pytest.fixture(scope="session")
+def tiny_student(tiny):
+    """The tiny network under ``LUMEN_PLAN``, in eval mode; tests must not change it."""
+    import torch
+
+    from lumen_lab.rewrites import LUMEN_PLAN, rewrite
+
+    return rewrite(tiny, LUMEN_PLAN, example_inputs=(torch.zeros(1, 3, *tiny.config.image_size),)).model
+
+
+@pytest.fixture(scope="session")
+def tiny_captured(tiny_student):
+    """Its graph of operations, without quantisers; copy before changing it."""
+    import torch
+
+    from lumen_lab.quantization.capture import capture
+
+    return capture(tiny_student, torch.zeros(1, 3, *tiny_student.config.image_size))

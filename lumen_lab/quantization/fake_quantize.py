@@ -1,8 +1,8 @@
 """Rounding to integers and back, in float and with gradients: what ONNX QuantizeLinear and DequantizeLinear compute.
 
 The arithmetic is that of the ONNX pair in float32 (a division, halves to even, a multiplication), so that torch and
-onnxruntime give the same integers. ``torch.fake_quantize_per_tensor_affine`` multiplies by the inverse of the scale and
-adds the zero point before it rounds, which moves ties.
+onnxruntime give the same integers. ``torch.fake_quantize_per_tensor_affine`` multiplies by the inverse of the scale,
+which moves ties.
 """
 
 from __future__ import annotations
