@@ -6,6 +6,9 @@ same run, which is the peer:
 - *apply*: ``rewrite`` with every plan at 1024², the size of the published recipe;
 - *check*: ``check_plan`` for every rewrite of the catalogue by itself, in float64 on one sample of 96 × 160;
 - *forward*: the network after every plan at the sides given, in turns with the published one.
+
+Beside them *start*: how far the masks of micro on the sample photographs are from the teacher's after each plan, before
+any training (mean absolute difference).
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lumen_lab import EXACT_PLAN, LUMEN_PLAN, load_network, rewrite
+from lumen_lab import EXACT_PLAN, LUMEN_PLAN, load_image, load_network, rewrite
 from lumen_lab.equivalence import random_samples
+from lumen_lab.images import to_network_input
 from lumen_lab.rewrites import LEAN_PLAN, check_plan
 from lumen_lab.rewrites.catalogue import CATALOGUE
 from lumen_lab.specs import tool_versions, write_whole
@@ -31,6 +35,7 @@ PLANS = {"EXACT_PLAN": EXACT_PLAN, "LUMEN_PLAN": LUMEN_PLAN, "LEAN_PLAN": LEAN_P
 RECIPE_SIDE_PX = 1024
 SAMPLE_SIZE = (96, 160)  # (H, W)
 TOOLS = ("torch", "torchvision")
+PHOTOGRAPHS = Path(__file__).parents[2] / "data/photographs"
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -88,6 +93,24 @@ def forward_rows(network: nn.Module, side_px: int, *, rounds: int) -> list[dict[
     return [row("forward", f"{name}, {side_px}²", taken, best_s["published"]) for name, taken in best_s.items()]
 
 
+@torch.no_grad()
+def start_rows() -> list[dict[str, object]]:
+    """Mean mask difference from the teacher on each sample photograph."""
+    teacher = load_network("micro")
+    pictures = {
+        path.stem: torch.from_numpy(to_network_input(load_image(path), size=teacher.config.image_size))
+        for path in sorted(PHOTOGRAPHS.glob("*.jpg"))
+    }
+    rows = []
+    for name, plan in PLANS.items():
+        student = rewrite(teacher, plan).model
+        away = {key: float((student(x).sigmoid() - teacher(x).sigmoid()).abs().mean()) for key, x in pictures.items()}
+        rows.append({"what": "start", "about": name, "mean_difference": round(sum(away.values()) / len(away), 4)})
+        rows[-1]["by_photograph"] = {key: round(value, 4) for key, value in away.items()}
+        print(rows[-1], file=sys.stderr)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sides", type=int, nargs="*", default=[256, 512, 1024], help="of the forward passes, pixels")
@@ -95,7 +118,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     network = load_network("lite", weights="golden")
-    rows = [*apply_rows(network), *check_rows(network)]
+    rows = [*start_rows(), *apply_rows(network), *check_rows(network)]
     for side_px in asked.sides:
         rows += forward_rows(network, side_px, rounds=asked.rounds)
     if asked.json:
