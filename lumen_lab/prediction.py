@@ -9,18 +9,22 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from scipy.special import expit
+from scipy.special import expit, logit
 from torch import nn
 
 from lumen_lab.errors import ArtifactError, LumenError
 from lumen_lab.images import check_image, resize_mask, to_network_input
-from lumen_lab.specs import Manifest, manifest_path
+from lumen_lab.specs import Manifest, TensorSpec, manifest_path
 
 PROBABILITIES = (
     "The predictor's values over an image lie in [0, 1] and come near both: these look like probabilities; give "
     "logits, of which the sigmoid is taken here."
 )
+MASK = "mask"
+SURE = 2.0**-40  # the least probability of which a logit is taken: none is infinite, and the sigmoid gives 0 or 1 back
+QUANTISED = "qdq"  # the kind of a file whose graph must run as it stands: fused INT8 kernels saturate on some machines
 NEAR_END = 0.05  # of 0 and of 1: what a probability comes to wherever a mask is sure
+INTEGERS = ("uint", "int")
 Predictor = nn.Module | str | Path | Callable[[np.ndarray], np.ndarray]
 
 
@@ -30,7 +34,8 @@ def predict(model_or_artifact: Predictor, image: np.ndarray, *, size: tuple[int,
     ``model_or_artifact``: a network; an ``.onnx`` file, run on the CPU; the ``.onnx`` of a compiled context binary,
     run in the NPU emulation; or a function from a normalised image (1, 3, h, w) to logits (1, 1, h, w). ``size`` is
     the (h, w) that it works at; without it, the network's ``config.image_size`` or the artefact's contract decides.
-    What looks like probabilities instead of logits is warned of.
+    An artefact with integer ends is given the image in the encoding of its manifest, and its output is read by it; an
+    output called "mask" is the probability itself. What looks like probabilities instead of logits is warned of.
     """
     return predict_all(model_or_artifact, [image], size=size)[0]
 
@@ -125,14 +130,62 @@ def run_network(model: nn.Module, value: np.ndarray) -> np.ndarray:
 
 
 def run_artifact(path: Path, inputs: list[np.ndarray]) -> list[np.ndarray]:
-    """A compiled context runs in the emulation, any other ONNX file on the CPU."""
+    """Logits of a compiled context, from the emulation, or of any other ONNX file, from the CPU."""
     manifest = artifact_manifest(path)
-    if manifest and manifest.chip is not None:
-        from lumen_lab.deploy.htp import emulate
+    if manifest is None or manifest.chip is None:
+        run = artifact_function(path)
+        return [run(value) for value in inputs]
+    from lumen_lab.deploy.htp import emulate
 
-        return [next(iter(outputs.values())).astype(np.float32) for outputs in emulate(path, inputs)]
-    session = onnx_session(path)
-    return [run_session(session, path, value) for value in inputs]
+    found = emulate(path, [in_encoding(value, manifest.inputs[0], path) for value in inputs])
+    return [as_logits(next(iter(outputs.values())), manifest.outputs[0], path) for outputs in found]
+
+
+def artifact_function(path: Path, *, threads: int | None = None) -> Callable[[np.ndarray], np.ndarray]:
+    """An ONNX file, loaded once to run on the CPU: from a normalised image (1, 3, h, w) to logits (1, 1, h, w)."""
+    manifest = artifact_manifest(path)
+    session = onnx_session(path, threads=threads, as_it_stands=manifest is not None and manifest.kind == QUANTISED)
+    given, returned = (manifest.inputs[0], manifest.outputs[0]) if manifest else (None, None)
+
+    def run(value: np.ndarray) -> np.ndarray:
+        return as_logits(run_session(session, path, in_encoding(value, given, path)), returned, path)
+
+    return run
+
+
+def as_logits(output: np.ndarray, spec: TensorSpec | None, path: Path) -> np.ndarray:
+    """An output as logits: integers dequantised, and of an output called "mask" the inverse of the sigmoid."""
+    value = real_values(output, spec, path)
+    if spec is None or spec.name != MASK:
+        return value
+    return logit(np.clip(value.astype(np.float64), SURE, 1 - SURE)).astype(np.float32)
+
+
+def in_encoding(value: np.ndarray, spec: TensorSpec | None, path: Path) -> np.ndarray:
+    """A normalised image as the integers that ``spec`` asks for: ONNX QuantizeLinear; as it is for a float input."""
+    if spec is None or not spec.dtype.startswith(INTEGERS):
+        return value
+    scale, zero_point = encoding_of(spec, path)
+    bounds = np.iinfo(spec.dtype)
+    return np.clip(np.rint(value / scale) + zero_point, bounds.min, bounds.max).astype(spec.dtype)
+
+
+def real_values(value: np.ndarray, spec: TensorSpec | None, path: Path) -> np.ndarray:
+    """An output as float32: integers by the encoding of ``spec`` (ONNX DequantizeLinear)."""
+    if spec is None or not spec.dtype.startswith(INTEGERS):
+        return value.astype(np.float32)
+    scale, zero_point = encoding_of(spec, path)
+    return (value.astype(np.int64) - zero_point).astype(np.float32) * scale
+
+
+def encoding_of(spec: TensorSpec, path: Path) -> tuple[np.float32, int]:
+    """(scale, zero point) of an integer input or output; ``ArtifactError`` if the manifest does not say."""
+    if spec.scale is None or spec.zero_point is None:
+        raise ArtifactError(
+            f"{path} has the {spec.dtype} tensor {spec.name}, and its manifest does not say which numbers its "
+            "integers stand for; export it again."
+        )
+    return np.float32(spec.scale), spec.zero_point
 
 
 def run_session(session, path: Path, value: np.ndarray) -> np.ndarray:
@@ -146,10 +199,11 @@ def run_session(session, path: Path, value: np.ndarray) -> np.ndarray:
         ) from None
 
 
-def onnx_session(path: Path, *, threads: int | None = None):
+def onnx_session(path: Path, *, threads: int | None = None, as_it_stands: bool = False):
     """An onnxruntime session on the CPU with so many threads, or as many as it likes.
 
-    ``ArtifactError`` if there is no such file or it is no ONNX model.
+    ``as_it_stands``: no operation of the graph is fused or folded. ``ArtifactError`` if there is no such file or it is
+    no ONNX model.
     """
     import onnxruntime
 
@@ -157,6 +211,8 @@ def onnx_session(path: Path, *, threads: int | None = None):
         raise ArtifactError(f"Asked to predict with {path}, which is not there; export or compile it first.")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads or 0
+    if as_it_stands:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:

@@ -1,16 +1,18 @@
 """The same door for a network, an ONNX file, a compiled binary and a function."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 import lumen_lab
 from lumen_lab.errors import ArtifactError, LumenError
+from lumen_lab.images import to_network_input
 from lumen_lab.prediction import predict, predict_all, working_size
 from lumen_lab.specs import Manifest, TensorSpec, file_sha256, manifest_path
 
@@ -312,3 +314,63 @@ def test_a_size_that_is_no_pair_is_refused():
     for size in (32, "32", (32,), (32, -1), (32.5, 32)):
         with pytest.raises(LumenError, match="was asked for; give .H, W. in pixels"):
             predict(sharp, left_half_bright(), size=size)
+
+
+# Integer ends
+
+
+def write_quantised(path: Path, *, name: str = "logits", scale: float = 1 / 16, zero_point: int = 120) -> Path:
+    """``channel_mean`` in uint8 from end to end, with the manifest of a quantised file."""
+    constants = {"s_x": np.float32(1 / 48), "z_x": np.uint8(112), "s_y": np.float32(scale), "z_y": np.uint8(zero_point)}
+    nodes = [
+        helper.make_node("DequantizeLinear", ["image", "s_x", "z_x"], ["x"]),
+        helper.make_node("ReduceMean", ["x", "axes"], ["m"], keepdims=1),
+        helper.make_node("QuantizeLinear", ["m", "s_y", "z_y"], [name]),
+    ]
+    ends = [helper.make_tensor_value_info(n, TensorProto.UINT8, (1, c, *SIZE)) for n, c in (("image", 3), (name, 1))]
+    initializers = [numpy_helper.from_array(np.asarray(value), key) for key, value in constants.items()]
+    axes = helper.make_tensor("axes", TensorProto.INT64, [1], [1])
+    graph = helper.make_graph(nodes, "quantised", ends[:1], ends[1:], [*initializers, axes])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    image = TensorSpec("image", (1, 3, *SIZE), "NCHW", "uint8", float(constants["s_x"]), 112)
+    returned = TensorSpec(name, (1, 1, *SIZE), "NCHW", "uint8", float(constants["s_y"]), zero_point)
+    files = {path.name: file_sha256(path)}
+    Manifest("qdq", {}, {}, inputs=(image,), outputs=(returned,), files=files).save(manifest_path(path))
+    return path
+
+
+def test_integer_ends_are_converted_by_the_manifest(tmp_path):
+    picture = photograph(*SIZE)
+    mask = predict(write_quantised(tmp_path / "net.onnx"), picture)
+    logits = channel_mean(to_network_input(picture, size=SIZE))[0, 0]
+    error = np.abs(np.log(mask / (1 - mask)) - logits)
+    assert error.max() < 1 / 32 + 1 / 96 + 1e-3, "half a step of the output and half a step of the input"
+    assert error.std() > 0.005, "as exact as a file without quantisers"
+
+
+def test_an_output_called_mask_is_the_probability_itself(tmp_path):
+    picture = photograph(*SIZE)
+    mask = predict(write_quantised(tmp_path / "net.onnx", name="mask", scale=1 / 256, zero_point=0), picture)
+    expected = np.clip(channel_mean(to_network_input(picture, size=SIZE))[0, 0], 0, 255 / 256)
+    assert mask.min() < 1e-9
+    np.testing.assert_allclose(mask, expected, atol=1 / 512 + 1 / 96 + 1e-4)
+
+
+@pytest.mark.parametrize("name", ["logits", "mask"])
+def test_integers_without_an_encoding_are_refused(tmp_path, name):
+    path = write_quantised(tmp_path / "net.onnx", name=name, scale=1 / 16, zero_point=9)
+    manifest = Manifest.load(manifest_path(path))
+    replace(manifest, outputs=(replace(manifest.outputs[0], scale=None),)).save(manifest_path(path))
+    with pytest.raises(ArtifactError, match="does not say which numbers its integers stand for"):
+        predict(path, photograph(5, 7))
+
+
+@pytest.mark.npu
+def test_a_quantised_file_and_its_compiled_form_give_the_same_mask(tmp_path):
+    path = write_quantised(tmp_path / "net.onnx", zero_point=121)
+    report = lumen_lab.compile_for_chip(path, "SM8850", out_dir=tmp_path, traffic=False, progress=False)
+    picture = photograph(40, 30)
+    on_cpu, emulated = predict(path, picture), predict(report.context_path, picture)
+    assert np.ptp(on_cpu) > 0.1
+    np.testing.assert_allclose(emulated, on_cpu, atol=1 / 64)
+    assert np.mean(emulated != on_cpu) < 0.2

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor, fx
 
+from lumen_lab.auditing.onnx_join import CLASSES
 from lumen_lab.deploy.model_file import SCOPES
 from lumen_lab.deploy.module_calls import FX_NODE
 from lumen_lab.quantization.capture import live_nodes, module_stack
 from lumen_lab.quantization.encoding import Encoding
 from lumen_lab.quantization.fake_quantize import WEIGHT_STEPS
 from lumen_lab.quantization.placing import QUANTISER, encoding_source
+from lumen_lab.quantization.rules import op_name
 
 if TYPE_CHECKING:
     import onnx
@@ -39,13 +41,17 @@ class ShapesAndConstants(fx.Interpreter):
 
 @dataclass
 class QdqBuilder:
-    """ONNX nodes and initializers for one batch, and the name of the float value behind each torch node."""
+    """ONNX nodes and initializers for one batch, and the name of the float value behind each torch node.
+
+    ``now`` is the torch operation that is being written: quantisers are put down to it.
+    """
 
     graph: fx.GraphModule
     run: ShapesAndConstants
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     initializers: dict[str, np.ndarray] = field(default_factory=dict)
     names: dict[fx.Node, str] = field(default_factory=dict)
+    now: fx.Node | None = None
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         return self.run.shapes[node]
@@ -66,10 +72,9 @@ class QdqBuilder:
 
     def add(self, op_type: str, inputs: list[str], of: fx.Node, *, name: str = "", **attributes) -> str:
         """One operation of the torch node ``of``, its modules in the metadata; returns the name of its value."""
-        made = self._node(op_type, inputs, name or of.name, **attributes)
-        for key, text in ((SCOPES, repr([*(path for path, _ in module_stack(of)), of.name])), (FX_NODE, fx_text(of))):
-            entry = made.metadata_props.add()
-            entry.key, entry.value = key, text
+        made = self._node(op_type, inputs, name or of.name, of, **attributes)
+        entry = made.metadata_props.add()
+        entry.key, entry.value = FX_NODE, fx_text(of)
         return made.output[0]
 
     def integers(self, name: str, values) -> str:
@@ -128,11 +133,28 @@ class QdqBuilder:
     def _encoding(self, name: str, scale: np.ndarray, zero_point: np.ndarray) -> list[str]:
         return [self.initializer(f"{name}_scale", scale), self.initializer(f"{name}_zero_point", zero_point)]
 
-    def _node(self, op_type: str, inputs: list[str], output: str, **attributes) -> onnx.NodeProto:
+    def _node(
+        self, op_type: str, inputs: list[str], output: str, of: fx.Node | None = None, **attributes
+    ) -> onnx.NodeProto:
         import onnx
 
-        self.nodes.append(onnx.helper.make_node(op_type, inputs, [output], name=f"node_{output}", **attributes))
-        return self.nodes[-1]
+        made = onnx.helper.make_node(op_type, inputs, [output], name=f"node_{output}", **attributes)
+        for key, text in origin_texts(of or self.now).items():
+            entry = made.metadata_props.add()
+            entry.key, entry.value = key, text
+        self.nodes.append(made)
+        return made
+
+
+def origin_texts(node: fx.Node | None) -> dict[str, str]:
+    """What an ONNX node says of where it comes from: paths and classes of the modules around it, the operation."""
+    if node is None or node.op != "call_function":
+        return {}
+    stack = module_stack(node)
+    return {
+        SCOPES: repr([*(path for path, _ in stack), node.name]),
+        CLASSES: repr([*(kind for _, kind in stack), op_name(node)]),
+    }
 
 
 def integers_of(name: str) -> str:

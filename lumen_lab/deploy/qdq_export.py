@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -13,15 +14,18 @@ from lumen_lab.deploy.qdq_builder import QdqBuilder, ShapesAndConstants, dequant
 from lumen_lab.deploy.qdq_ops import PARTS_ONLY, emit
 from lumen_lab.errors import ExportError
 from lumen_lab.quantization.npu_graph import NPUGraph
+from lumen_lab.quantization.placing import QUANTISER
 from lumen_lab.quantization.rules import INPUT, op_name, rule_of
 from lumen_lab.specs import Manifest, TensorSpec, file_sha256, manifest_path, tool_versions
 
 if TYPE_CHECKING:
     import onnx
 
+FIRST_OPSET_OF_16_BITS = 21  # of QuantizeLinear and DequantizeLinear
+
 
 def export_qdq(graph: NPUGraph, path: str | Path, *, output_name: str = "mask", float_ends: bool = False) -> Path:
-    """Write ``graph`` as ONNX (opset 20) for a batch of one, with a manifest; returns the path.
+    """Write ``graph`` as ONNX (opset 20, 21 with 16-bit tensors) for a batch of one, with a manifest; returns the path.
 
     Inputs and outputs are the integers themselves, their encoding in the manifest; with ``float_ends`` they are
     float32 and the file quantises them. The file appears whole or not; ``ExportError`` says why not.
@@ -29,7 +33,7 @@ def export_qdq(graph: NPUGraph, path: str | Path, *, output_name: str = "mask", 
     path = Path(path)
     if path.suffix != ".onnx":
         raise ExportError(f"An ONNX file is named .onnx, asked for '{path.name}'; change the ending.")
-    build = built(graph)
+    build = built(graph, float_ends=float_ends)
     proto = model_proto(build, output_name, float_ends=float_ends)
     write_proto(proto, path)
     manifest(graph, build, proto, path, float_ends=float_ends).save(manifest_path(path))
@@ -37,27 +41,38 @@ def export_qdq(graph: NPUGraph, path: str | Path, *, output_name: str = "mask", 
 
 
 @torch.no_grad()
-def built(graph: NPUGraph) -> QdqBuilder:
+def built(graph: NPUGraph, *, float_ends: bool = False) -> QdqBuilder:
     """All operations of the graph, for one image."""
     module = graph.graph_module
-    device = next(module.parameters()).device
+    image = next(node for node in module.graph.nodes if node.op == "placeholder")
     run = ShapesAndConstants(module)
-    run.run(torch.zeros(1, 3, *graph.size, device=device))
+    shape = image.meta["val"].shape[1:] if "val" in image.meta else (3, *graph.size)
+    run.run(torch.zeros(1, *shape, device=device_of(module)))
     build = QdqBuilder(module, run)
     for node in module.graph.nodes:
         if node in run.live:
-            write(build, node)
+            build.now = node.args[0] if node.op == "call_module" else node
+            write(build, node, float_ends=float_ends)
     return build
 
 
-def write(build: QdqBuilder, node: fx.Node) -> None:
+def device_of(module: torch.nn.Module) -> torch.device:
+    """Where its weights are."""
+    return next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+
+
+def write(build: QdqBuilder, node: fx.Node, *, float_ends: bool) -> None:
     """One node: an operation, or the quantiser behind one."""
     if node.op == "call_module":
         (source,) = node.args
-        if source.op == "placeholder":
+        if source.op == "placeholder" and float_ends:
+            build.names[node] = build.quantised(source.name, source.name, build.encoding(node))
+        elif source.op == "placeholder":
             build.names[node] = build.dequantised(source.name, source.name, build.encoding(node))
-        else:
-            build.names[node] = build.quantised(build.names[source], source.name, build.encoding(node))
+        else:  # a second quantiser, which converts to another width, is named after itself
+            again = source.op == "call_module" or rule_of(source).output == INPUT
+            name = node.target.removeprefix(QUANTISER) if again else source.name
+            build.names[node] = build.quantised(build.names[source], name, build.encoding(node))
     elif node.op == "call_function" and op_name(node) not in PARTS_ONLY:
         value = emit(build, node)
         moved = rule_of(node).output == INPUT
@@ -71,13 +86,15 @@ def model_proto(build: QdqBuilder, output_name: str, *, float_ends: bool) -> onn
     image, result = ends(build)
     name = build.names[result].removesuffix(dequantised(""))
     for node in build.nodes:
-        rename(node, integers_of(name), output_name)
-    kinds = [helper.np_dtype_to_tensor_dtype(np_dtype(build, node)) for node in (image, result)]
+        rename(node, dequantised(name) if float_ends else integers_of(name), output_name)
+    kinds = [helper.np_dtype_to_tensor_dtype(np_dtype(build, node, float_ends=float_ends)) for node in (image, result)]
     inputs = [helper.make_tensor_value_info(image.name, kinds[0], build.shape(image))]
     outputs = [helper.make_tensor_value_info(output_name, kinds[1], build.shape(result))]
     constants = [numpy_helper.from_array(values, name) for name, values in build.initializers.items()]
     graph = helper.make_graph(live_only(build.nodes, output_name), "npu_graph", inputs, outputs, constants)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=10)
+    wide = any(values.dtype == "uint16" for values in build.initializers.values())
+    opset = max(OPSET, FIRST_OPSET_OF_16_BITS) if wide else OPSET
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
 
 
 def ends(build: QdqBuilder) -> tuple[fx.Node, fx.Node]:
@@ -88,9 +105,10 @@ def ends(build: QdqBuilder) -> tuple[fx.Node, fx.Node]:
     return image, result[0] if isinstance(result, tuple | list) else result
 
 
-def np_dtype(build: QdqBuilder, node: fx.Node):
-    import numpy as np
-
+def np_dtype(build: QdqBuilder, node: fx.Node, *, float_ends: bool) -> np.dtype:
+    """The type of an input or output of the file."""
+    if float_ends:
+        return np.dtype(np.float32)
     quantiser = next(iter(node.users)) if node.op == "placeholder" else node
     return np.dtype(build.encoding(quantiser).dtype)
 
@@ -119,6 +137,8 @@ def manifest(graph: NPUGraph, build: QdqBuilder, proto, path: Path, *, float_end
 
     def spec(value, node: fx.Node) -> TensorSpec:
         encoding = build.encoding(node)
+        if float_ends:
+            return TensorSpec(value.name, build.shape(node), "NCHW", "float32")
         return TensorSpec(value.name, build.shape(node), "NCHW", encoding.dtype, encoding.scale, encoding.zero_point)
 
     return Manifest(

@@ -149,6 +149,7 @@ def resize(build: QdqBuilder, node: fx.Node) -> str:
     "aten.reshape.default",
     "aten.view.default",
     "aten.flatten.using_ints",
+    "aten.unflatten.int",
     "aten.unsqueeze.default",
     "aten.squeeze.dim",
 )
@@ -257,6 +258,39 @@ def roll(build: QdqBuilder, node: fx.Node) -> str:
 def pixel_shuffle(build: QdqBuilder, node: fx.Node) -> str:
     return build.add("DepthToSpace", [build.value(node.args[0])], node, blocksize=node.args[1], mode="CRD")
 
+
+@emits("aten.max_pool2d.default")
+def max_pool(build: QdqBuilder, node: fx.Node) -> str:
+    """(N, C, H, W); dilation and a size rounded up have no form on the NPU."""
+    kernel = two(node.args[1])
+    strides, padding = two(given(node, 2, "stride") or kernel), two(given(node, 3, "padding", 0))
+    if two(given(node, 4, "dilation", 1)) != [1, 1] or given(node, 5, "ceil_mode", False):
+        raise ExportError(f"Max pooling at '{site_of(node)}' is dilated or rounds its size up; none such is written.")
+    return build.add(
+        "MaxPool", [build.value(node.args[0])], node, kernel_shape=kernel, strides=strides, pads=padding * 2
+    )
+
+
+@emits("aten.grid_sampler.default")
+def grid_sample(build: QdqBuilder, node: fx.Node) -> str:
+    """(N, C, H, W) read at a grid (N, h, w, 2) of x and y in -1 … 1, bilinearly and with zeros outside."""
+    mode, padding, align = node.args[2:5]
+    if (mode, padding) != (BILINEAR, ZEROS):
+        raise ExportError(
+            f"The grid sampling at '{site_of(node)}' is of mode {mode} with padding {padding}; only bilinear (0) with "
+            "zeros outside (0) was measured on the NPU."
+        )
+    return build.add(
+        "GridSample",
+        [build.value(operand) for operand in node.args[:2]],
+        node,
+        mode="linear",
+        padding_mode="zeros",
+        align_corners=int(align),
+    )
+
+
+BILINEAR, ZEROS = 0, 0  # as torch counts modes and paddings of grid_sampler
 
 PARTS_ONLY = {"aten.split.Tensor", "aten.split_with_sizes.default", "aten.unbind.int"}
 """Operations of which only the parts are written."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import math
 import re
+import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lumen_lab.deploy.model_file import node_key, node_sites, producers, step_back
+from lumen_lab.deploy.qdq_faults import Fault, faults_in
 from lumen_lab.specs import Record
 
 if TYPE_CHECKING:
@@ -22,18 +24,53 @@ if TYPE_CHECKING:
 
 # Qnn_DataType_t: the low byte is the width in BCD, the high byte the kind.
 KINDS = {0x00: "int", 0x01: "uint", 0x02: "float", 0x03: "s", 0x04: "u", 0x05: "bool"}
-GRAPH_INPUT, GRAPH_OUTPUT = 0, 1
+GRAPH_INPUT, GRAPH_OUTPUT, STATIC = 0, 1, 4
+FLOAT = 0x02
+PER_TENSOR, PER_CHANNEL = 0, 1  # Qnn_QuantizationEncoding_t
+IN, OUT, CONSTANT = "input", "output", "constant"
+MOVING = ("Reshape", "Transpose", "Convert")
+MULTIPLYING = ("Conv2d", "DepthWiseConv2d", "TransposeConv2d", "FullyConnected", "MatMul")
+
+
+@dataclass(frozen=True)
+class Operand(Record):
+    """A tensor that an operation reads ("input", or "constant" where it is a weight) or writes ("output").
+
+    ``scale`` and ``zero_point`` are those of the whole tensor; where each channel of ``axis`` has its own scale,
+    ``channels`` says how many there are, and neither is kept. ``axis`` counts in the NPU's order of axes: a conv's
+    weight is (h, w, in, out) there and a linear's (out, in).
+    """
+
+    name: str
+    role: str
+    dtype: str
+    shape: tuple[int, ...]
+    scale: float | None = None
+    zero_point: int | None = None
+    axis: int | None = None
+    channels: int | None = None
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it holds floating-point numbers."""
+        return self.dtype.startswith("float")
+
+    def __str__(self) -> str:
+        encoding = "" if self.scale is None else f" × {self.scale:.4g}, zero at {self.zero_point}"
+        encoding = encoding if self.channels is None else f" × {self.channels} scales on axis {self.axis}"
+        return f"{self.dtype}{encoding}"
 
 
 @dataclass(frozen=True)
 class QnnOp(Record):
-    """One operation inside a partition.
+    """One operation inside a partition, its ``operands`` with their encodings.
 
     ``shape`` and ``dtype`` are those of its (first) output: "u8", "s8", "s32" are fixed-point, "float32" is what
     HTP computes in float16. ``is_float``: an input, weight or output is float. ``at_boundary``: it only quantises a
     network input or dequantises a network output. ``onnx_node`` is None where nothing in the ONNX graph stands behind
     it, and ``joined_by`` says how the link was found: "output" or "name" of the operation, or "neighbour" for a
-    change of layout that the compiler put beside that node.
+    change of layout that the compiler put beside that node. ``macs``: multiplications with an addition of one
+    inference. ``faults``: the rules of the NPU that the ONNX node breaks, those that do harm unseen among them.
     """
 
     partition: int
@@ -46,6 +83,9 @@ class QnnOp(Record):
     onnx_node: str | None = None
     joined_by: str | None = None
     site: str | None = None
+    operands: tuple[Operand, ...] = ()
+    macs: int = 0
+    faults: tuple[Fault, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,12 +117,12 @@ def read_partitions(context: onnx.ModelProto, folder: str | Path, model: onnx.Mo
     ``model`` is the ONNX model that was compiled; ops carry its node names and torch sites.
     """
     boundary = {value.name for value in (*model.graph.input, *model.graph.output)}
-    join = OnnxJoin(model)
+    join, faults = OnnxJoin(model), faults_in(model)
     partitions, ops = [], []
     for index, node in enumerate(partition_nodes(context)):
         graph = json.loads((Path(folder) / f"{node.name}.json").read_text())["graph"]
         rows = [_op(index, name, body, graph["tensors"], boundary) for name, body in graph["nodes"].items()]
-        ops += join.join(rows, graph["nodes"])
+        ops += [with_faults(op, faults) for op in join.join(rows, graph["nodes"])]
         partitions.append(_partition(node, len(rows), graph["tensors"]))
     return tuple(partitions), tuple(ops)
 
@@ -104,20 +144,57 @@ def encodings(folder: str | Path, names: Iterable[str]) -> dict[str, tuple[float
     return found
 
 
+def with_faults(op: QnnOp, faults: dict[str, tuple[Fault, ...]]) -> QnnOp:
+    """The op with the faults of its ONNX node; what only moves data beside that node has none of them."""
+    found = faults.get(op.onnx_node, ()) if op.joined_by != "neighbour" else ()
+    if op.kind in MOVING:
+        found = tuple(fault for fault in found if fault.of_movement)
+    return replace(op, faults=found) if found else op
+
+
 def _op(partition: int, name: str, body: dict, tensors: dict, boundary: set[str]) -> QnnOp:
-    names = [*body["input_names"], *body["output_names"]]
-    codes = [tensors[tensor]["data_type"] for tensor in names if tensor in tensors]
-    output = tensors[body["output_names"][0]]
+    read = [_operand(tensor, IN, tensors[tensor]) for tensor in body["input_names"] if tensor in tensors]
+    written = [_operand(tensor, OUT, tensors[tensor]) for tensor in body["output_names"] if tensor in tensors]
     converts = {"Quantize": body["input_names"], "Dequantize": body["output_names"]}.get(body["type"], [])
     return QnnOp(
         partition=partition,
         name=name,
         kind=body["type"],
-        shape=tuple(output["dims"]),
-        dtype=dtype_name(output["data_type"]),
-        is_float=any(code >> 8 == 0x02 for code in codes),
+        shape=written[0].shape,
+        dtype=written[0].dtype,
+        is_float=any(operand.is_float for operand in (*read, *written)),
         at_boundary=bool(converts) and converts[0] in boundary,
+        operands=(*read, *written),
+        macs=_macs(body["type"], read, written[0].shape),
     )
+
+
+def _operand(name: str, role: str, tensor: dict) -> Operand:
+    role = CONSTANT if tensor["type"] == STATIC else role
+    found = Operand(name, role, dtype_name(tensor["data_type"]), tuple(tensor["dims"]))
+    given = tensor.get("quant_params", {})
+    if given.get("definition") != 1:  # not quantised
+        return found
+    scale, offset = given["scale_offset"]["scale"], given["scale_offset"]["offset"]
+    if given.get("encoding", PER_TENSOR) == PER_TENSOR:
+        return replace(found, scale=scale, zero_point=-offset)
+    if given["encoding"] == PER_CHANNEL:  # dumped as if it were one scale: the axis in the place of the number's bits
+        return replace(found, axis=struct.unpack("<i", struct.pack("<f", scale))[0], channels=offset)
+    return found
+
+
+def _macs(kind: str, read: list[Operand], shape: tuple[int, ...]) -> int:
+    """Multiply-accumulates: elements written × products in each; 0 for what does not multiply matrices."""
+    if kind not in MULTIPLYING or len(read) < 2:
+        return 0
+    data, weight = read[0].shape, read[1].shape
+    if kind == "MatMul":
+        return math.prod(shape) * data[-1]
+    if kind == "FullyConnected":
+        return math.prod(shape) * weight[-1]
+    if kind == "TransposeConv2d":  # each element read meets the whole kernel
+        return math.prod(data) * weight[0] * weight[1] * weight[3]
+    return math.prod(shape) * weight[0] * weight[1] * (weight[2] if kind == "Conv2d" else 1)
 
 
 def _partition(node: onnx.NodeProto, ops: int, tensors: dict) -> Partition:

@@ -89,6 +89,22 @@ class CompileReport(Record):
         """
         return tuple(op for op in self.ops if op.is_float and not op.at_boundary)
 
+    @property
+    def silent_faults(self) -> tuple[QnnOp, ...]:
+        """Operations that are computed in integers and otherwise than the ONNX file says: see ``QnnOp.faults``."""
+        return tuple(op for op in self.ops if any(fault.silent for fault in op.faults))
+
+    @property
+    def ops_by_dtype(self) -> dict[str, int]:
+        """Number of operations inside the partitions by the type of what they write, most frequent first."""
+        return dict(Counter(op.dtype for op in self.ops).most_common())
+
+    @property
+    def int8_mac_share(self) -> float | None:
+        """The share of multiply-accumulates done in integers; None if nothing multiplies matrices."""
+        total = sum(op.macs for op in self.ops)
+        return sum(op.macs for op in self.ops if not op.is_float) / total if total else None
+
     def rows(self) -> list[dict[str, object]]:
         """One dict a node of the ONNX graph, those on the CPU first."""
         return [
@@ -112,6 +128,8 @@ class CompileReport(Record):
             "ONNX nodes on the NPU / folded / on the CPU": f"{counts[NPU]} / {counts[FOLDED]} / {counts[CPU]}",
             "QNN ops": len(self.ops),
             "of them with a float tensor": len(self.float_ops),
+            "of them silently wrong in integers": len(self.silent_faults),
+            "share of MACs in integers": self.int8_mac_share,
             "bytes across partition borders": sum(part.bytes_in + part.bytes_out for part in self.partition_rows),
             **self._traffic_figures(),
             "context binary, bytes": self.binary_bytes,
@@ -132,6 +150,16 @@ class CompileReport(Record):
     def cpu_rows(self) -> list[dict[str, object]]:
         """Nodes left on the CPU by kind: how many, at which torch sites, why."""
         return _kind_rows(self.cpu_nodes)
+
+    def fault_rows(self) -> list[dict[str, object]]:
+        """Float operations and silently wrong ones: which, at which site, and the rule of the NPU that it breaks.
+
+        Conversions to float and back are listed only where nothing else is float.
+        """
+        computing = [op for op in self.float_ops if op.kind not in CONVERSIONS]
+        shown = computing or list(self.float_ops)
+        shown += [op for op in self.silent_faults if not op.is_float]
+        return [_fault_row(op) for op in shown]
 
     def __str__(self) -> str:
         left = ", ".join(f"{row['nodes']} {row['op type']}" for row in self.cpu_rows()) or "nothing"
@@ -163,9 +191,17 @@ class CompileReport(Record):
         return (
             html_table(self.summary_rows(), caption=str(self))
             + (html_table(left, caption="Left on the CPU") if left else "<p>Nothing is left on the CPU.</p>")
+            + self._faults_html()
             + f"<details><summary>{len(self.ops)} QNN ops by kind</summary><p>{html.escape(kinds)}</p></details>"
             + self._traffic_html()
         )
+
+    def _faults_html(self) -> str:
+        """Nothing for a network that is float throughout: nobody asked for integers."""
+        types = ", ".join(f"{count} {dtype}" for dtype, count in self.ops_by_dtype.items())
+        faults = self.fault_rows() if any(not op.is_float for op in self.ops) else []
+        table = html_table(faults, caption="Not computed in integers, or silently wrong", limit=40) if faults else ""
+        return f"<p>Operations by the type of what they write: {html.escape(types)}</p>{table}"
 
     def _traffic_html(self) -> str:
         if self.traffic is None:
@@ -178,6 +214,8 @@ class CompileReport(Record):
 
 
 PATHS = ("log_path", "context_path")
+CONVERSIONS = ("Quantize", "Dequantize", "Convert", "Cast")
+NO_RULE = "no rule of the table is seen to be broken: compile the operation alone, and add one"
 
 
 def require_one_partition(report: CompileReport) -> CompileReport:
@@ -192,6 +230,44 @@ def require_one_partition(report: CompileReport) -> CompileReport:
         f"{report.partitions}, and on the CPU stay {by_kind(report.cpu_nodes) or 'no nodes'}. "
         "Rewrite what was refused, then compile again."
     )
+
+
+def require_int8(report: CompileReport) -> CompileReport:
+    """The report itself if the whole network is computed in integers on the NPU, as the ONNX file says.
+
+    Otherwise ``CompileError`` naming each float operation and each silently wrong one with its site and the rule of
+    ``htp_rules.json`` that it breaks, and what is on the CPU. One partition with nothing on the CPU proves neither.
+    The conversion of a float network input or output is allowed.
+    """
+    rows = report.fault_rows()
+    if report.ops and not rows and not report.cpu_nodes:
+        return report
+    share = "" if report.int8_mac_share is None else f", {report.int8_mac_share:.1%} of the NPU's MACs in integers"
+    left = f" On the CPU stay {by_kind(report.cpu_nodes)}." if report.cpu_nodes else ""
+    faults = f": {_listed(map(_fault_text, rows))}" if rows else ""
+    raise CompileError(
+        f"{report.model} for {report.chip} should be computed in integers; {len(report.float_ops)} of "
+        f"{len(report.ops)} QNN ops are float and {len(report.silent_faults)} silently wrong{share}{faults}.{left} "
+        "Mend their encodings, then compile again."
+    )
+
+
+def _fault_row(op: QnnOp) -> dict[str, object]:
+    faults = [fault for fault in op.faults if op.is_float or fault.silent]
+    return {
+        "computed": "in float" if op.is_float else "wrongly",
+        "QNN op": op.kind,
+        "site": site_name(op.site),
+        "ONNX node": op.onnx_node,
+        "broken": "; ".join(fault.what for fault in faults) or NO_RULE,
+        "rule": ", ".join(dict.fromkeys(fault.rule for fault in faults)),
+        "because": " ".join(dict.fromkeys(fault.because for fault in faults)),
+    }
+
+
+def _fault_text(row: Mapping[str, object]) -> str:
+    rule = f" [{row['rule']}]" if row["rule"] else ""
+    return f"{row['QNN op']} at {row['site']} ({row['ONNX node']}): {row['broken']}{rule}"
 
 
 def by_kind(nodes: Iterable[NodePlace]) -> str:

@@ -6,6 +6,7 @@ returns, once.
 
 from lumen_lab.figures.contact import contact_sheet, learning_curve, reliability_diagram
 from lumen_lab.figures.costs import cost_figure
+from lumen_lab.figures.coverage import coverage_figure
 from lumen_lab.figures.graph import macs_by_site, partition_strip
 from lumen_lab.figures.masks import difference_map, mask_grid, mask_overlay
 from lumen_lab.figures.offsets import offset_figure
@@ -13,6 +14,7 @@ from lumen_lab.figures.offsets import offset_figure
 __all__ = [
     "contact_sheet",
     "cost_figure",
+    "coverage_figure",
     "difference_map",
     "learning_curve",
     "macs_by_site",

@@ -1,8 +1,13 @@
-"""Quantisers put into a captured graph by the NPU's rules."""
+"""Quantisers put into a captured graph by the NPU's rules, 8 bits wide or 16 where asked.
+
+An operation has one width: what it reads and what it returns. Where the neighbours have another one, what is read goes
+through a second quantiser of the operation's width (the NPU's Convert). Operations that move data have the width of
+what they move.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import fx, nn
@@ -11,30 +16,200 @@ from lumen_lab.errors import QuantizationError
 from lumen_lab.quantization.capture import live_nodes, site_of
 from lumen_lab.quantization.encoding import Encoding, unit_encoding
 from lumen_lab.quantization.fake_quantize import BiasQuantize, FakeQuantize, WeightQuantize, weight_scale
-from lumen_lab.quantization.rules import INPUT, TIED, UNIT, OpRule, fused_into, rule_of
+from lumen_lab.quantization.rules import INPUT, OWN, TIED, UNIT, OpRule, fused_into, op_name, rule_of
 
 QUANTISER = "quantiser_"
+ONE = "one_step"  # the second factor of a bias's steps where there is only one
+WIDTHS = (8, 16)
 SCALARS = ("aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor")  # whose second operand may be a number
+ALWAYS_EIGHT_BITS = {("aten.matmul.default", 1)}  # of two 16-bit factors the NPU rounds the second to 8 bits unasked
 
 
 def put_quantisers(graph: fx.GraphModule, *, bits: Mapping[str, int] | None = None) -> fx.GraphModule:
     """Put quantisers into a captured graph, in place; encodings of activations are yet to be calibrated.
 
-    ``bits``: operations whose output takes another width than 8. ``QuantizationError`` for an operation without a rule.
+    ``bits``: the width (8 or 16) of operations and of the input, by the name of the node. ``QuantizationError`` for an
+    operation without a rule, and for widths of what has none.
     """
-    live, bits = live_nodes(graph), bits or {}
+    live, widths = live_nodes(graph), checked_widths(graph, bits or {})
     for node in [node for node in graph.graph.nodes if node in live]:
         if node.op == "placeholder":
-            follow(graph, node, FakeQuantize(Encoding(1.0, 0, bits.get(node.name, 8))))
+            follow(graph, node, FakeQuantize(Encoding(1.0, 0, widths.get(node.name, 8))))
         elif node.op == "call_function":
-            rule = rule_of(node)
-            if rule.weight is not None:
-                quantise_weights(graph, node, rule)
-            quantise_constants(graph, node, rule, live)
-            quantise_output(graph, node, rule, bits.get(node.name, 8))
+            put_around(graph, node, live, widths)
     graph.graph.lint()
     graph.recompile()
     return graph
+
+
+def put_around(graph: fx.GraphModule, node: fx.Node, live: set[fx.Node], widths: Mapping[str, int]) -> None:
+    """All quantisers of one operation: of what it reads, of its weights, and of what it returns."""
+    rule = rule_of(node)
+    refuse_what_is_not_written(node, rule, live)
+    width = width_of(graph, node, rule, widths)
+    number_as_tensor(graph, node)
+    quantise_operands(graph, node, rule, live, width)
+    quantise_output(graph, node, rule, width)
+    if rule.weight is not None:
+        quantise_weights(graph, node, rule)
+    if rule.shared_with_inputs:
+        share_with_inputs(graph, node)
+
+
+def checked_widths(graph: fx.GraphModule, bits: Mapping[str, int]) -> Mapping[str, int]:
+    """``bits``; refused where it names no operation, one that only moves data, or a width that the NPU lacks."""
+    nodes = {node.name: node for node in graph.graph.nodes}
+    for name, width in bits.items():
+        if name not in nodes or nodes[name].op not in ("placeholder", "call_function"):
+            raise QuantizationError(f"bits gives a width to '{name}', but no operation of this graph is called so.")
+        if nodes[name].op == "call_function" and rule_of(nodes[name]).output == INPUT:
+            raise QuantizationError(
+                f"bits gives a width to '{name}', which moves data and has the width of what it moves; name the "
+                "operation that made it, or the one that reads it."
+            )
+        if width not in WIDTHS:
+            raise QuantizationError(f"bits gives '{name}' {width!r} bits; the NPU's activations have 8 or 16.")
+    return bits
+
+
+def width_of(graph: fx.GraphModule, node: fx.Node, rule: OpRule, widths: Mapping[str, int]) -> int:
+    """Bits of what an operation reads and returns; a ReLU and what it is fused into are one operation."""
+    if rule.output == INPUT or (rule.output == TIED and node.name not in widths):
+        return encoding_bits(graph, node.all_input_nodes[0])
+    return max(widths.get(one.name, 8) for one in (node, relu_behind(node), fused_from(node)) if one is not None)
+
+
+def relu_behind(node: fx.Node) -> fx.Node | None:
+    """The ReLU with which the operation is one on the NPU, if there is one."""
+    return fused_into(node) if all(user.op == "call_function" for user in node.users) else None
+
+
+def fused_from(node: fx.Node) -> fx.Node | None:
+    """The operation whose ReLU the node is, with no quantiser between, if there is one."""
+    before = node.args[0] if op_name(node) == "aten.relu.default" else None
+    return before if before is not None and before.op == "call_function" and relu_behind(before) is node else None
+
+
+def refuse_what_is_not_written(node: fx.Node, rule: OpRule, live: set[fx.Node]) -> None:
+    """``QuantizationError`` for forms of an operation that its rule does not cover."""
+    where = f"{op_name(node)} at '{site_of(node) or '(network)'}'"
+    if node.kwargs.get("alpha", 1) != 1:
+        raise QuantizationError(f"{where} multiplies its second operand by alpha; write the product as an operation.")
+    if rule.weight is None:
+        return
+    weight = node.args[rule.weight] if len(node.args) > rule.weight else None
+    if weight is None:
+        raise QuantizationError(f"{where} has no weight, which its rule wants; give it one of ones.")
+    if weight in live:
+        raise QuantizationError(f"{where} has a weight computed from the input; only constant ones have a rule.")
+
+
+# What an operation reads
+
+
+def number_as_tensor(graph: fx.GraphModule, node: fx.Node) -> None:
+    """A number as second operand becomes a buffer, which can be quantised."""
+    if str(node.target) in SCALARS and isinstance(node.args[1], int | float):
+        name = f"constant_{node.name}"
+        graph.register_buffer(name, torch.tensor(float(node.args[1]), device=device_of(graph)))
+        with graph.graph.inserting_before(node):
+            node.update_arg(1, graph.graph.get_attr(name))
+
+
+def device_of(graph: fx.GraphModule) -> torch.device | None:
+    return next((weight.device for weight in graph.parameters()), None)
+
+
+def quantise_operands(graph: fx.GraphModule, node: fx.Node, rule: OpRule, live: set[fx.Node], width: int) -> None:
+    """Every operand but weights in the operation's width: constants quantised, activations converted if need be."""
+    for place, argument in enumerate(node.args):
+        if place in (rule.weight, rule.bias):
+            continue
+        wanted = 8 if (op_name(node), place) in ALWAYS_EIGHT_BITS else width
+        put = {other: operand(graph, node, other, wanted, live) for other in tensors(argument)}
+        node.update_arg(place, replaced(argument, put))
+
+
+def replaced(argument: object, put: Mapping[fx.Node, fx.Node]) -> object:
+    """An argument with other nodes in place of those that ``put`` has."""
+    return fx.map_arg(argument, lambda node: put.get(node, node))
+
+
+def operand(graph: fx.GraphModule, reader: fx.Node, other: fx.Node, width: int, live: set[fx.Node]) -> fx.Node:
+    """``other`` as ``reader`` reads it, on a grid of ``width`` bits; what is put in is shared by all who read it so."""
+    is_constant = other.op != "call_module" and other not in live
+    if not is_constant and (fused_from(reader) is other or encoding_bits(graph, other) == width):
+        return other
+    name = other.args[0].name if other.op == "call_module" else other.name
+    place = QUANTISER + (name if is_constant and width == 8 else f"{name}_{width}bit")
+    made = next((user for user in other.users if user.target == place), None)
+    if made is None:
+        graph.add_submodule(place, FakeQuantize(Encoding(1.0, 0, width)))
+        with graph.graph.inserting_after(other):
+            made = graph.graph.call_module(place, (other,))
+        made.meta = dict((other if other.meta.get("nn_module_stack") else reader).meta)
+    return made
+
+
+def tensors(argument: object) -> Iterator[fx.Node]:
+    """The nodes of one argument that stand for tensors."""
+    found: list[fx.Node] = []
+    fx.map_arg(argument, found.append)
+    return (node for node in found if not isinstance(node.meta.get("val"), torch.SymInt | int))
+
+
+def encoding_source(node: fx.Node) -> fx.Node:
+    """The quantiser whose encoding ``node`` has: itself, or that of what it was moved from."""
+    while node.op != "call_module":
+        if node.op != "call_function" or rule_of(node).output != INPUT:
+            raise QuantizationError(f"{node.name} at '{site_of(node)}' is read in integers but has no encoding.")
+        node = node.all_input_nodes[0]
+    return node
+
+
+def encoding_bits(graph: fx.GraphModule, node: fx.Node) -> int:
+    """The width of a node's integers."""
+    return getattr(graph, encoding_source(node).target).bits
+
+
+# Its weights
+
+
+def quantise_weights(graph: fx.GraphModule, node: fx.Node, rule: OpRule) -> None:
+    """The weight of an operation on its grid, and its bias in steps of input scale × weight scale."""
+    weight, place = node.args[rule.weight], QUANTISER + node.args[rule.weight].name
+    with graph.graph.inserting_before(node):
+        quantised = next((user for user in weight.users if user.target == place), None)
+        if quantised is None and rule.axis is None:
+            graph.add_submodule(place, FakeQuantize(Encoding(1.0, 0)))
+            quantised = graph.graph.call_module(place, (weight,))
+        elif quantised is None:
+            graph.add_submodule(place, WeightQuantize())
+            scale = graph.graph.call_function(weight_scale, (weight, rule.axis))
+            quantised = graph.graph.call_module(place, (weight, scale))
+        quantised.meta = quantised.meta or dict(node.meta)
+        node.update_arg(rule.weight, quantised)
+        if len(node.args) > rule.bias and node.args[rule.bias] is not None:
+            quantise_bias(graph, node, rule, quantised)
+
+
+def quantise_bias(graph: fx.GraphModule, node: fx.Node, rule: OpRule, weight: fx.Node) -> None:
+    """The bias of one call: a module that is called twice has inputs of two scales."""
+    place = f"{QUANTISER}{node.name}_bias"
+    graph.add_submodule(place, BiasQuantize())
+    if rule.bias_in_output_steps:
+        graph.register_buffer(ONE, torch.ones((), device=device_of(graph)))
+        scales = f"{QUANTISER}{node.name}.scale", ONE
+    else:
+        scales = f"{encoding_source(node.args[0]).target}.scale", f"{weight.target}.scale"
+    factors = [graph.graph.get_attr(scales[0])]
+    factors.append(weight.args[1] if rule.axis is not None else graph.graph.get_attr(scales[1]))
+    bias = graph.graph.call_module(place, (node.args[rule.bias], *factors))
+    bias.meta = dict(node.meta)
+    node.update_arg(rule.bias, bias)
+
+
+# What it returns
 
 
 def quantise_output(graph: fx.GraphModule, node: fx.Node, rule: OpRule, width: int) -> None:
@@ -43,8 +218,22 @@ def quantise_output(graph: fx.GraphModule, node: fx.Node, rule: OpRule, width: i
         follow(graph, node, FakeQuantize(unit_encoding(bits=width), fixed=True))
     elif rule.output == TIED:
         call_behind(graph, node, encoding_source(node.args[0]).target)
-    elif rule.output != INPUT and fused_into(node) is None:
+    elif rule.output != INPUT and relu_behind(node) is None:
         follow(graph, node, FakeQuantize(Encoding(1.0, 0, width)))
+
+
+def share_with_inputs(graph: fx.GraphModule, node: fx.Node) -> None:
+    """What an operation wrote for ``node`` alone gets the encoding of ``node``'s output, and none of its own."""
+    shared = getattr(graph, QUANTISER + node.name)
+    for operand_node in tensors(node.args):
+        writer = operand_node.args[0] if operand_node.op == "call_module" else None
+        if writer is None or writer.op != "call_function" or operand_node.target != QUANTISER + writer.name:
+            continue
+        rule, own = rule_of(writer), getattr(graph, operand_node.target)
+        alone = len(operand_node.users) == 1 and not rule.bias_in_output_steps
+        if alone and rule.output == OWN and own.bits == shared.bits:
+            graph.delete_submodule(operand_node.target)
+            operand_node.target = QUANTISER + node.name
 
 
 def follow(graph: fx.GraphModule, node: fx.Node, module: nn.Module) -> fx.Node:
@@ -60,73 +249,3 @@ def call_behind(graph: fx.GraphModule, node: fx.Node, target: str) -> fx.Node:
     inserted.meta = dict(node.meta)
     node.replace_all_uses_with(inserted, delete_user_cb=lambda user: user is not inserted)
     return inserted
-
-
-def quantise_weights(graph: fx.GraphModule, node: fx.Node, rule: OpRule) -> None:
-    """The weight of an operation on its grid, and its bias in steps of input scale × weight scale."""
-    weight, place = node.args[rule.weight], QUANTISER + node.args[rule.weight].name
-    with graph.graph.inserting_before(node):
-        quantised = next((user for user in weight.users if user.target == place), None)
-        if quantised is None and rule.axis is None:
-            graph.add_submodule(place, FakeQuantize(Encoding(1.0, 0)))
-            quantised = graph.graph.call_module(place, (weight,))
-        elif quantised is None:
-            graph.add_submodule(place, WeightQuantize())
-            scale = graph.graph.call_function(weight_scale, (weight, rule.axis))
-            quantised = graph.graph.call_module(place, (weight, scale))
-        quantised.meta = dict(node.meta)
-        node.update_arg(rule.weight, quantised)
-        if len(node.args) > rule.bias and node.args[rule.bias] is not None:
-            quantise_bias(graph, node, rule, quantised)
-
-
-def quantise_bias(graph: fx.GraphModule, node: fx.Node, rule: OpRule, weight: fx.Node) -> None:
-    """The bias of one call: a module that is called twice has inputs of two scales."""
-    place = f"{QUANTISER}{node.name}_bias"
-    graph.add_submodule(place, BiasQuantize())
-    input_scale = graph.graph.get_attr(f"{encoding_source(node.args[0]).target}.scale")
-    scale = weight.args[1] if len(weight.args) > 1 else graph.graph.get_attr(f"{weight.target}.scale")
-    bias = graph.graph.call_module(place, (node.args[rule.bias], input_scale, scale))
-    bias.meta = dict(node.meta)
-    node.update_arg(rule.bias, bias)
-
-
-def encoding_source(node: fx.Node) -> fx.Node:
-    """The quantiser whose encoding ``node`` has: itself, or that of what it was moved from."""
-    while node.op != "call_module":
-        if node.op != "call_function" or rule_of(node).output != INPUT:
-            raise QuantizationError(f"{node.name} at '{site_of(node)}' is read in integers but has no encoding.")
-        node = node.all_input_nodes[0]
-    return node
-
-
-def quantise_constants(graph: fx.GraphModule, node: fx.Node, rule: OpRule, live: set[fx.Node]) -> None:
-    """A quantiser behind every operand that is no activation and no weight: masks, tables of positions, numbers."""
-    if str(node.target) in SCALARS and isinstance(node.args[1], int | float):
-        name = f"constant_{node.name}"
-        graph.register_buffer(name, torch.tensor(float(node.args[1])))
-        with graph.graph.inserting_before(node):
-            node.update_arg(1, graph.graph.get_attr(name))
-    weights = {rule.weight, rule.bias} - {None}
-    operands = [
-        other for place, argument in enumerate(node.args) if place not in weights for other in tensors(argument)
-    ]
-    for other in operands:
-        if other.op != "call_module" and other not in live and not quantised_already(other):
-            follow(graph, other, FakeQuantize(Encoding(1.0, 0)))
-
-
-def tensors(argument: object) -> list[fx.Node]:
-    """The nodes of one argument that stand for tensors."""
-    found: list[fx.Node] = []
-    fx.map_arg(argument, found.append)
-    return [node for node in found if not is_size(node)]
-
-
-def is_size(node: fx.Node) -> bool:
-    """Whether a node stands for a number of the batch's size."""
-    return isinstance(node.meta.get("val"), torch.SymInt | int)
-
-
-def quantised_already(node: fx.Node) -> bool:
-    return any(user.target == QUANTISER + node.name for user in node.users)

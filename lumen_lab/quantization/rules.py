@@ -25,7 +25,12 @@ class OpRule(Record):
     rounded), or "tied" (rounded to the encoding of what it reads).
 
     ``weight`` and ``bias`` are places among the arguments, ``axis`` that of the weight's scales (None: one scale).
-    ``unsigned_weight``: uint8, as layer norm has it. ``fuses_relu``: no quantiser between it and a ReLU.
+    ``unsigned_weight``: uint8, as layer norm has it. ``bias_in_output_steps``: the NPU rounds the bias to whole steps
+    of the output, so it is counted in those; else in input scale × weight scale. ``fuses_relu``: no quantiser between
+    it and a ReLU. ``shared_with_inputs``: an input that nothing else reads is written in the encoding of the output.
+
+    ``off_by_one``: the share of values that the emulated NPU has one step off the CPU, given the same integers; none
+    is further off. Uniform and normal values, scales that are no powers of two.
     """
 
     op: str
@@ -35,7 +40,10 @@ class OpRule(Record):
     bias: int | None = None
     axis: int | None = None
     unsigned_weight: bool = False
+    bias_in_output_steps: bool = False
     fuses_relu: bool = False
+    shared_with_inputs: bool = False
+    off_by_one: float = 0.0
 
 
 @cache

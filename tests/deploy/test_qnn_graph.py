@@ -6,7 +6,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from lumen_lab.deploy.qnn_graph import OnnxJoin, base_name, dtype_name, encodings, read_partitions
+from lumen_lab.deploy.qnn_graph import OnnxJoin, _op, base_name, dtype_name, encodings, read_partitions
 
 U8, S8, S32, F32 = 0x408, 0x308, 0x332, 0x232
 
@@ -134,6 +134,41 @@ def test_a_change_of_layout_is_told_by_its_neighbour(dumped):
 def test_encodings_of_integer_inputs_and_outputs_are_read(dumped):
     folder, _ = dumped
     assert encodings(folder, ["x", "y", "none"]) == {"y": (0.5, 3)}
+
+
+def test_encodings_of_every_operand_are_kept(dumped):
+    folder, _ = dumped
+    path = folder / "part_0.json"
+    graph = json.loads(path.read_text())
+    for name, given in {"sig_out": (0, 1 / 256, 0), "w": (1, 4.203895392974451e-45, 32)}.items():
+        encoding, scale, offset = given
+        quantised = {"definition": 1, "encoding": encoding, "scale_offset": {"scale": scale, "offset": offset}}
+        graph["graph"]["tensors"][name]["quant_params"] = quantised
+    path.write_text(json.dumps(graph))
+    ops = {op.name: op for op in read_partitions(dumped[1], folder, VIEWS)[1]}
+    view, weight, written = ops["node_sig"].operands
+    assert (view.role, weight.role, written.role) == ("input", "constant", "output")
+    assert (written.scale, written.zero_point, written.axis) == (1 / 256, 0, None)
+    assert (weight.scale, weight.axis, weight.channels) == (None, 3, 32), "32 scales along axis 3"
+    assert (view.scale, view.axis) == (None, None), "not quantised"
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "weight", "written", "macs"),
+    [
+        ("Conv2d", (1, 8, 8, 4), (3, 3, 4, 16), (1, 8, 8, 16), 8 * 8 * 16 * 9 * 4),
+        ("DepthWiseConv2d", (1, 8, 8, 4), (3, 3, 1, 4), (1, 8, 8, 4), 8 * 8 * 4 * 9),
+        ("TransposeConv2d", (1, 4, 4, 8), (2, 2, 8, 3), (1, 8, 8, 3), 4 * 4 * 8 * 2 * 2 * 3),
+        ("FullyConnected", (49, 32), (96, 32), (49, 96), 49 * 96 * 32),
+        ("MatMul", (2, 49, 32), (2, 32, 49), (2, 49, 49), 2 * 49 * 49 * 32),
+        ("ElementWiseAdd", (1, 8), (1, 8), (1, 8), 0),
+    ],
+)
+def test_multiplications_are_counted_from_shapes(kind, data, weight, written, macs):
+    names = {"a": data, "w": weight, "y": written}
+    tensors = {name: tensor(U8, kind=4 if name == "w" else 3, dims=shape) for name, shape in names.items()}
+    body = {"type": kind, "input_names": ["a", "w"], "output_names": ["y"]}
+    assert _op(0, "it", body, tensors, set()).macs == macs
 
 
 def test_the_join_keeps_sites():

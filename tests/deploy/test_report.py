@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from lumen_lab.deploy.qnn_graph import Partition, QnnOp
-from lumen_lab.deploy.report import CompileReport, NodePlace, require_one_partition
+from lumen_lab.deploy.qdq_faults import Fault
+from lumen_lab.deploy.qnn_graph import Operand, Partition, QnnOp
+from lumen_lab.deploy.report import CompileReport, NodePlace, require_int8, require_one_partition
 from lumen_lab.deploy.traffic import HtpKindTraffic, OpTraffic, Traffic
 from lumen_lab.errors import ArtifactError, CompileError
 
@@ -127,3 +128,66 @@ def test_the_gate_passes_one_partition_only_and_names_the_sites(report):
         require_one_partition(replace(report, partition_rows=report.partition_rows[:1]))
     with pytest.raises(CompileError, match="it is 2, and on the CPU stay no nodes"):
         require_one_partition(replace(report, nodes=report.nodes[20:]))
+
+
+# Integers
+
+
+@pytest.fixture
+def quantised(report):
+    """Two sound operations, a float island between conversions, and one that is wrong in silence."""
+    bias = Fault("aten.linear.default", "its bias is not in steps of input scale × weight scale", silent=True)
+    float_gelu = Fault("aten.gelu.default", "nothing quantises what it returns")
+    weight = Operand("w", "constant", "s8", (8, 8), axis=0, channels=8)
+    ops = (
+        op("c", macs=300, operands=(weight,), onnx_node="c", site="stem"),
+        op("d", "Dequantize", is_float=True, onnx_node="c", site="stem"),
+        op("g", "Gelu", is_float=True, onnx_node="g", site="<act>", faults=(float_gelu,)),
+        op("q", "Quantize", is_float=True, onnx_node="g", site="<act>", faults=(float_gelu,)),
+        op("m", "MatMul", macs=100, is_float=True, onnx_node="m", site="attn"),
+        op("f", "FullyConnected", macs=600, onnx_node="f", site="head", faults=(bias,)),
+    )
+    return replace(report, ops=ops, nodes=report.nodes[20:])
+
+
+def test_the_gate_names_islands_with_their_rules_and_silent_faults(quantised):
+    with pytest.raises(CompileError) as caught:
+        require_int8(quantised)
+    text = str(caught.value)
+    assert "4 of 6 QNN ops are float and 1 silently wrong, 90.0% of the NPU's MACs in integers" in text
+    assert "Gelu at <act> (g): nothing quantises what it returns [aten.gelu.default]" in text
+    assert "MatMul at attn (m): no rule of the table is seen to be broken" in text
+    assert "FullyConnected at head (f): its bias is not in steps" in text
+    assert "Dequantize" not in text and "On the CPU" not in text
+
+
+def test_conversions_are_named_where_nothing_else_is_float(quantised):
+    only = replace(quantised, ops=quantised.ops[:2])
+    assert [row["QNN op"] for row in only.fault_rows()] == ["Dequantize"]
+    assert require_int8(replace(quantised, ops=quantised.ops[:1])).fault_rows() == []
+
+
+def test_a_network_without_operations_or_with_nodes_on_the_cpu_is_no_int8(quantised, report):
+    with pytest.raises(CompileError, match="has no operation|0 of 0 QNN ops"):
+        require_int8(replace(quantised, ops=()))
+    with pytest.raises(CompileError, match="On the CPU stay 20 DeformConv"):
+        require_int8(replace(quantised, ops=quantised.ops[:1], nodes=report.nodes))
+
+
+def test_figures_of_integers_are_on_the_page_and_come_back_from_disk(quantised, report, tmp_path):
+    figures = {row["figure"]: row["value"] for row in quantised.summary_rows()}
+    assert figures["share of MACs in integers"] == 0.9 and figures["of them silently wrong in integers"] == 1
+    assert quantised.ops_by_dtype == {"u8": 6} and report.int8_mac_share is None
+    page = quantised._repr_html_()
+    assert "&lt;act&gt;" in page and "the decomposed form needs Erf" in page
+    assert CompileReport.load(quantised.save(tmp_path / "net.report.json")).ops == quantised.ops
+
+
+def test_a_report_from_before_encodings_were_kept_is_read(report, tmp_path):
+    path = report.save(tmp_path / "net.report.json")
+    values = json.loads(path.read_text())
+    for one in values["ops"]:
+        for name in ("operands", "macs", "faults"):
+            del one[name]
+    path.write_text(json.dumps(values))
+    assert CompileReport.load(path).ops == report.ops

@@ -45,7 +45,7 @@ def mine(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "mine", raising=False)
-    mine = importlib.import_module("mine")
+    mine = importlib.import_module((tmp_path / "mine.py").stem)
 
     yield mine
     del sys.modules["mine"]

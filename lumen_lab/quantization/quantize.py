@@ -1,0 +1,143 @@
+"""The door to the quantiser: a float network and pictures in, the network as the NPU will run it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor, fx, nn
+
+from lumen_lab.errors import QuantizationError, RewriteError
+from lumen_lab.network.checkpoints import model_name, weights_sha256
+from lumen_lab.quantization.calibration import (
+    NO_PICTURES,
+    NORMALISED_RANGE,
+    Calibration,
+    calibrate,
+    check_method,
+    checked_batch,
+)
+from lumen_lab.quantization.capture import capture
+from lumen_lab.quantization.npu_graph import NPUGraph
+from lumen_lab.quantization.placing import put_quantisers
+from lumen_lab.quantization.ranges import PERCENTILE
+from lumen_lab.quantization.rules import TABLE
+from lumen_lab.rewrites.plan import inputs_for
+from lumen_lab.specs import files_sha256
+
+OUTPUTS = ("mask", "logits")
+BEYOND = 0.1  # of a normalised picture's range: a resize by another filter overshoots
+
+
+def quantize(
+    model: nn.Module,
+    calibration: Iterable,
+    *,
+    example: Tensor | None = None,
+    method: str = PERCENTILE,
+    bits: Mapping[str, int] | None = None,
+    output: str = "mask",
+    by_reader: bool = True,
+    progress: bool = True,
+) -> NPUGraph:
+    """``model`` as the NPU's graph, calibrated: image (B, 3, H, W), normalised -> mask or logits on their integer grid.
+
+    ``calibration``: a few dozen pictures like those to come: batches or dicts of normalised tensors, or images, which
+    are resized (``calibrate``). ``example`` (1, 3, H, W) gives the size; by default the network's own. ``method``: how
+    ranges are chosen (``ranges.METHODS``, or "least_error"). ``bits``: a width, 8 or 16, for operations by name.
+    ``output``: "mask" puts a sigmoid behind the network, so that its integers are the mask in steps of 1/256; "logits"
+    leaves it. ``by_reader``: ranges by what reads a tensor. The weights are copied, ``model`` stays as it is.
+
+    ``QuantizationError`` for no pictures, one of another size or with NaN, a network in training mode or without a
+    size, and for an operation without a rule.
+    """
+    if output not in OUTPUTS:
+        raise QuantizationError(f"output='{output}' was asked for; there are 'mask' (with a sigmoid) and 'logits'.")
+    check_method(method)
+    example = example_for(model, example)
+    size = (int(example.shape[-2]), int(example.shape[-1]))
+    pictures = looked_into(calibration, size)
+    captured = capture(model, example)
+    if output == "mask":
+        append_sigmoid(captured)
+    graph = NPUGraph(put_quantisers(captured, bits=bits), size)
+    found = calibrate(graph, pictures, method=method, by_reader=by_reader, progress=progress)
+    graph.made_from = made_from(model, found, output=output, size=size, bits=bits or {})
+    return graph
+
+
+def append_sigmoid(graph: fx.GraphModule) -> None:
+    """Put a sigmoid behind the one output of a captured graph; names and sites of all else stay as they are."""
+    end = next(node for node in graph.graph.nodes if node.op == "output")
+    outputs = end.all_input_nodes
+    if len(outputs) != 1:
+        raise QuantizationError(
+            f"output='mask' wants a network with one output, this one has {len(outputs)}; wrap it to return its logits."
+        )
+    (logits,) = outputs
+    with graph.graph.inserting_before(end):
+        mask = graph.graph.call_function(torch.ops.aten.sigmoid.default, (logits,))
+    mask.meta = {key: value for key, value in logits.meta.items() if key == "val"}
+    end.replace_input_with(logits, mask)
+    graph.recompile()
+
+
+def example_for(model: nn.Module, example: Tensor | None) -> Tensor:
+    """One image as the network reads it; ``QuantizationError`` if nobody says its size."""
+    try:
+        (found,) = inputs_for(model, example)
+    except (RewriteError, ValueError) as error:
+        raise QuantizationError(f"No size to quantise {model_name(model)} at: {error} Give example=.") from None
+    if found.ndim != 4:
+        raise QuantizationError(f"example is one image (1, 3, H, W); found shape {tuple(found.shape)}.")
+    return found[:1]
+
+
+def looked_into(pictures: Iterable, size: tuple[int, int]) -> Iterable:
+    """The pictures, the first of them checked before anything that takes long."""
+    iterator = iter(pictures)
+    first = next(iterator, None)
+    if first is None:
+        raise QuantizationError(NO_PICTURES)
+    for picture in checked_batch(first, size):
+        check_normalised(picture)
+    return pictures if hasattr(pictures, "__len__") else chain([first], iterator)
+
+
+def check_normalised(picture: Tensor) -> None:
+    """``QuantizationError`` for a picture beyond what a normalised one can be: 0 to 255 were given, for example."""
+    low, high = float(picture.min()), float(picture.max())
+    if low < NORMALISED_RANGE[0] - BEYOND or high > NORMALISED_RANGE[1] + BEYOND:
+        raise QuantizationError(
+            f"The first calibration picture goes from {low:.4g} to {high:.4g}, a normalised one lies between "
+            f"{NORMALISED_RANGE[0]:.2f} and {NORMALISED_RANGE[1]:.2f}; give images (uint8 H×W×3), or normalise it: "
+            "(x / 255 − mean) / std."
+        )
+
+
+def made_from(
+    model: nn.Module, found: Calibration, *, output: str, size: tuple[int, int], bits: Mapping[str, int]
+) -> dict[str, str]:
+    """What the graph depends on, for the manifest of what is made of it."""
+    rewrites = sorted({module.rewritten_by for module in model.modules() if hasattr(module, "rewritten_by")})
+    return {
+        "network": model_name(model),
+        "weights_sha256": weights_sha256(model),
+        "rewrites": ", ".join(rewrites) or "none",
+        "input_shapes": f"1x3x{size[0]}x{size[1]}",
+        "output": output,
+        "bits": ", ".join(f"{name}: {width}" for name, width in sorted(bits.items())) or "8",
+        "calibration_pictures": str(found.pictures),
+        "calibration_sha256": found.pictures_sha256,
+        "calibration_method": f"{found.method}, {'by reader' if found.by_reader else 'all tensors alike'}",
+        "code_sha256": code_sha256(),
+    }
+
+
+def code_sha256() -> str:
+    """A hash of the code that decides the graph and its encodings."""
+    package = Path(__file__).parents[1]
+    sources = [path for room in ("network", "rewrites", "quantization") for path in package.glob(f"{room}/*.py")]
+    return files_sha256([*sorted(sources), TABLE])
