@@ -273,7 +273,7 @@ def test_a_file_of_something_else_where_rows_would_lie_is_refused(log, out, firs
 def test_scores_whose_manifest_does_not_say_what_they_are_of_are_refused(log, out):
     run(Logged(log), out)
     dataclasses.replace(Manifest.beside(out), made_from=["size"]).save(manifest_path(out))
-    with pytest.raises(ArtifactError, match="cannot be told to be scores .the manifest does not map what"):
+    with pytest.raises(ArtifactError, match="cannot be told to be scores .The saved Manifest is damaged: made_from"):
         run(Logged(log), out)
     assert out.exists()
 
