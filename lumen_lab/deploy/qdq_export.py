@@ -15,7 +15,8 @@ from lumen_lab.deploy.qdq_ops import PARTS_ONLY, emit
 from lumen_lab.errors import ExportError
 from lumen_lab.quantization.npu_graph import NPUGraph
 from lumen_lab.quantization.placing import QUANTISER
-from lumen_lab.quantization.rules import INPUT, op_name, rule_of
+from lumen_lab.quantization.node_rules import op_name, rule_of
+from lumen_lab.quantization.rules import INPUT
 from lumen_lab.specs import Manifest, TensorSpec, file_sha256, manifest_path, tool_versions
 
 if TYPE_CHECKING:

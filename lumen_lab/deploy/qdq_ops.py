@@ -13,7 +13,7 @@ from lumen_lab.deploy.qdq_builder import QdqBuilder
 from lumen_lab.errors import ExportError
 from lumen_lab.quantization.capture import site_of
 from lumen_lab.quantization.fake_quantize import bias_scale
-from lumen_lab.quantization.rules import op_name
+from lumen_lab.quantization.node_rules import op_name
 
 Emitter = Callable[[QdqBuilder, fx.Node], str]
 EMITTERS: dict[str, Emitter] = {}

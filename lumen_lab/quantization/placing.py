@@ -16,7 +16,8 @@ from lumen_lab.errors import QuantizationError
 from lumen_lab.quantization.capture import live_nodes, site_of
 from lumen_lab.quantization.encoding import Encoding, unit_encoding
 from lumen_lab.quantization.fake_quantize import BiasQuantize, FakeQuantize, WeightQuantize, weight_scale
-from lumen_lab.quantization.rules import INPUT, OWN, TIED, UNIT, OpRule, fused_into, op_name, rule_of
+from lumen_lab.quantization.node_rules import fused_into, op_name, rule_of
+from lumen_lab.quantization.rules import INPUT, OWN, TIED, UNIT, OpRule
 
 QUANTISER = "quantiser_"
 ONE = "one_step"  # the second factor of a bias's steps where there is only one

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from lumen_lab.quantization.rules import INPUT, op_name, rule_of
+from lumen_lab.quantization.node_rules import op_name, rule_of
+from lumen_lab.quantization.rules import INPUT
 from lumen_lab.specs import Record
 
 KINDS = {

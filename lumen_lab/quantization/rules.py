@@ -8,11 +8,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from torch import fx
-from torch._ops import OpOverload
-
-from lumen_lab.errors import QuantizationError
-from lumen_lab.quantization.capture import site_of
 from lumen_lab.specs import Record
 
 OWN, UNIT, INPUT, TIED = "own", "unit", "input", "tied"
@@ -50,27 +45,3 @@ class OpRule(Record):
 def htp_rules() -> Mapping[str, OpRule]:
     """The table by operation."""
     return {row["op"]: OpRule.from_json(row) for row in json.loads(TABLE.read_text())["rules"]}
-
-
-def op_name(node: fx.Node) -> str:
-    """The operation as the table spells it: "aten.conv2d.default", "getitem"."""
-    return str(node.target) if isinstance(node.target, OpOverload) else node.target.__name__
-
-
-def rule_of(node: fx.Node, rules: Mapping[str, OpRule] | None = None) -> OpRule:
-    """The rule of a node; ``QuantizationError`` with its site if there is none."""
-    rules = htp_rules() if rules is None else rules
-    if op_name(node) not in rules:
-        raise QuantizationError(
-            f"{op_name(node)} at '{site_of(node) or '(network)'}' has no rule in {TABLE.name}, so nobody knows how the "
-            "NPU wants it in integers; rewrite it (a norm: FOLD_BATCH_NORM), or compile it alone and add a rule."
-        )
-    return rules[op_name(node)]
-
-
-def fused_into(node: fx.Node, rules: Mapping[str, OpRule] | None = None) -> fx.Node | None:
-    """The ReLU that follows the node directly and takes its quantiser, if there is one."""
-    (user, *others) = node.users or (None,)
-    if others or user is None or not rule_of(node, rules).fuses_relu or op_name(user) != "aten.relu.default":
-        return None
-    return user

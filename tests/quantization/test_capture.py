@@ -8,7 +8,7 @@ from torch import nn
 
 from lumen_lab.errors import QuantizationError
 from lumen_lab.quantization.capture import capture, live_nodes, module_stack, site_of
-from lumen_lab.quantization.rules import op_name
+from lumen_lab.quantization.node_rules import op_name
 
 
 @pytest.mark.parametrize("batch", [1, 3])
