@@ -14,6 +14,7 @@ from torch import nn
 
 from lumen_lab.errors import ArtifactError, LumenError
 from lumen_lab.images import check_image, resize_mask, to_network_input
+from lumen_lab.quantization.npu_graph import NPUGraph
 from lumen_lab.specs import Manifest, TensorSpec, manifest_path
 
 PROBABILITIES = (
@@ -31,11 +32,12 @@ Predictor = nn.Module | str | Path | Callable[[np.ndarray], np.ndarray]
 def predict(model_or_artifact: Predictor, image: np.ndarray, *, size: tuple[int, int] | None = None) -> np.ndarray:
     """The mask of ``image`` (uint8, (H, W, 3)): float32 (H, W) in [0, 1], at the photograph's own size.
 
-    ``model_or_artifact``: a network; an ``.onnx`` file, run on the CPU; the ``.onnx`` of a compiled context binary,
-    run in the NPU emulation; or a function from a normalised image (1, 3, h, w) to logits (1, 1, h, w). ``size`` is
-    the (h, w) that it works at; without it, the network's ``config.image_size`` or the artefact's contract decides.
-    An artefact with integer ends is given the image in the encoding of its manifest, and its output is read by it; an
-    output called "mask" is the probability itself. What looks like probabilities instead of logits is warned of.
+    ``model_or_artifact``: a network or an ``NPUGraph`` of it; an ``.onnx`` file, run on the CPU; the ``.onnx`` of a
+    compiled context binary, run in the NPU emulation; or a function from a normalised image (1, 3, h, w) to logits
+    (1, 1, h, w). ``size`` is the (h, w) that it works at; without it, the network's ``config.image_size`` or the
+    artefact's contract decides. An artefact with integer ends is given the image in the encoding of its manifest, and
+    its output is read by it; an output called "mask" is the probability itself. What looks like probabilities instead
+    of logits is warned of.
     """
     return predict_all(model_or_artifact, [image], size=size)[0]
 
@@ -85,6 +87,8 @@ def working_size(model_or_artifact: Predictor) -> tuple[int, int]:
     """The (H, W) a network or artefact states for itself; ``LumenError`` if it states none."""
     if isinstance(model_or_artifact, str | Path):
         return artifact_size(Path(model_or_artifact))
+    if isinstance(model_or_artifact, NPUGraph):
+        return model_or_artifact.size
     config = getattr(model_or_artifact, "config", None)
     if config is None:
         raise LumenError(f"{model_or_artifact!r} does not state its image size; pass size=(H, W).")
@@ -126,7 +130,10 @@ def run_network(model: nn.Module, value: np.ndarray) -> np.ndarray:
     image = torch.from_numpy(value)
     parameter = next(model.parameters(), image)
     with torch.no_grad():
-        return model(image.to(parameter)).float().cpu().numpy()
+        output = model(image.to(parameter)).float().cpu().numpy()
+    return (
+        probability_logits(output) if isinstance(model, NPUGraph) and model.made_from.get("output") == MASK else output
+    )
 
 
 def run_artifact(path: Path, inputs: list[np.ndarray]) -> list[np.ndarray]:
@@ -158,7 +165,12 @@ def as_logits(output: np.ndarray, spec: TensorSpec | None, path: Path) -> np.nda
     value = real_values(output, spec, path)
     if spec is None or spec.name != MASK:
         return value
-    return logit(np.clip(value.astype(np.float64), SURE, 1 - SURE)).astype(np.float32)
+    return probability_logits(value)
+
+
+def probability_logits(mask: np.ndarray) -> np.ndarray:
+    """The logits of a mask of probabilities, none of them infinite."""
+    return logit(np.clip(mask.astype(np.float64), SURE, 1 - SURE)).astype(np.float32)
 
 
 def in_encoding(value: np.ndarray, spec: TensorSpec | None, path: Path) -> np.ndarray:

@@ -374,3 +374,15 @@ def test_a_quantised_file_and_its_compiled_form_give_the_same_mask(tmp_path):
     assert np.ptp(on_cpu) > 0.1
     np.testing.assert_allclose(emulated, on_cpu, atol=1 / 64)
     assert np.mean(emulated != on_cpu) < 0.2
+
+
+@pytest.mark.parametrize("output", ["mask", "logits"])
+def test_a_quantised_graph_and_its_file_give_one_mask(tmp_path, output):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 1)).eval()
+    image = photograph(*SIZE)
+    graph = lumen_lab.quantize(net, [image], example=torch.zeros(1, 3, *SIZE), output=output, progress=False)
+    mask = predict(graph, image)
+    assert mask.std() > 0.01
+    assert np.abs(mask - predict(lumen_lab.export_qdq(graph, tmp_path / "net.onnx"), image)).max() <= 1 / 255
+    assert np.abs(mask - predict(net, image, size=SIZE)).max() < 0.02

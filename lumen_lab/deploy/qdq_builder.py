@@ -14,8 +14,8 @@ from lumen_lab.deploy.module_calls import FX_NODE
 from lumen_lab.quantization.capture import live_nodes, module_stack
 from lumen_lab.quantization.encoding import Encoding
 from lumen_lab.quantization.fake_quantize import WEIGHT_STEPS
-from lumen_lab.quantization.placing import QUANTISER, encoding_source
 from lumen_lab.quantization.node_rules import op_name
+from lumen_lab.quantization.placing import QUANTISER, encoding_source
 
 if TYPE_CHECKING:
     import onnx

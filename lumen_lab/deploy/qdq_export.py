@@ -13,9 +13,9 @@ from lumen_lab.deploy.onnx_export import OPSET, TOOLS, write_proto
 from lumen_lab.deploy.qdq_builder import QdqBuilder, ShapesAndConstants, dequantised, integers_of
 from lumen_lab.deploy.qdq_ops import PARTS_ONLY, emit
 from lumen_lab.errors import ExportError
+from lumen_lab.quantization.node_rules import op_name, rule_of
 from lumen_lab.quantization.npu_graph import NPUGraph
 from lumen_lab.quantization.placing import QUANTISER
-from lumen_lab.quantization.node_rules import op_name, rule_of
 from lumen_lab.quantization.rules import INPUT
 from lumen_lab.specs import Manifest, TensorSpec, file_sha256, manifest_path, tool_versions
 
@@ -25,13 +25,17 @@ if TYPE_CHECKING:
 FIRST_OPSET_OF_16_BITS = 21  # of QuantizeLinear and DequantizeLinear
 
 
-def export_qdq(graph: NPUGraph, path: str | Path, *, output_name: str = "mask", float_ends: bool = False) -> Path:
+def export_qdq(
+    graph: NPUGraph, path: str | Path, *, output_name: str | None = None, float_ends: bool = False
+) -> Path:
     """Write ``graph`` as ONNX (opset 20, 21 with 16-bit tensors) for a batch of one, with a manifest; returns the path.
 
     Inputs and outputs are the integers themselves, their encoding in the manifest; with ``float_ends`` they are
-    float32 and the file quantises them. The file appears whole or not; ``ExportError`` says why not.
+    float32 and the file quantises them. ``output_name``: by default what ``quantize`` was asked for, "mask" or
+    "logits". The file appears whole or not; ``ExportError`` says why not.
     """
     path = Path(path)
+    output_name = output_name or graph.made_from.get("output", "output")
     if path.suffix != ".onnx":
         raise ExportError(f"An ONNX file is named .onnx, asked for '{path.name}'; change the ending.")
     build = built(graph, float_ends=float_ends)

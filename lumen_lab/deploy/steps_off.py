@@ -1,4 +1,7 @@
-"""How many steps the emulated NPU is from the same QDQ file on the CPU: at the outputs, and operation by operation."""
+"""How many steps the emulated NPU is from the same QDQ file on the CPU: at the outputs, and operation by operation.
+
+``torch_steps.py`` makes the same report of the graph in torch beside its file.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ Inputs = np.ndarray | Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class StepsOff(Record):
-    """The differences in one tensor of integers, the NPU's minus the CPU's.
+    """The differences in one tensor of integers, the NPU's minus the CPU's (or the CPU's minus torch's).
 
     ``counts``: values that are off by 0, 1, 2 and more steps. ``mean_steps`` keeps the sign: a bias towards one side.
     ``onnx_node`` and ``op_type`` are those of the operation that wrote it, ``site`` its torch module.
@@ -70,7 +73,7 @@ class StepsOff(Record):
 
 @dataclass(frozen=True)
 class StepsReport(Record):
-    """Emulation against CPU for one QDQ file.
+    """Emulation against CPU for one QDQ file; without a ``chip``, the CPU against torch.
 
     ``outputs``: what the network returns, over all samples. ``operations``: every tensor of integers inside, each
     operation given what the *NPU* wrote before it, so that its difference is its own and no heritage; empty where only
@@ -84,8 +87,13 @@ class StepsReport(Record):
     operations: tuple[StepsOff, ...] = ()
 
     @property
+    def compared(self) -> str:
+        """Which two executions, in words."""
+        return f"emulated for {self.chip} against the CPU" if self.chip else "on the CPU against torch"
+
+    @property
     def first(self) -> StepsOff | None:
-        """The first operation, in the order of the graph, that is off by itself."""
+        """The first operation, in the order of the graph, that is off (in emulation: by itself)."""
         return next((row for row in self.operations if row.max_steps), None)
 
     def worst(self, count: int = 10) -> list[StepsOff]:
@@ -118,15 +126,16 @@ class StepsReport(Record):
             f"{row.tensor} {row.equal:.1%} equal, {row.within_one:.1%} within 1, max {row.max_steps}"
             for row in self.outputs
         )
-        first = f"; off by itself first: {self.first.op_type} at {site_name(self.first.site)}" if self.first else ""
-        return f"{self.model} emulated for {self.chip} against the CPU, {self.samples} samples: {shares}{first}"
+        first = f"; off first: {self.first.op_type} at {site_name(self.first.site)}" if self.first else ""
+        return f"{self.model} {self.compared}, {self.samples} samples: {shares}{first}"
 
     def _repr_html_(self) -> str:
         head = html_table([_row(row, "output") for row in self.outputs], caption=str(self))
         if not self.operations:
             return head
-        worst = html_table([_row(row, "operation") for row in self.worst()], caption="Furthest off by themselves")
-        return head + html_table(self.by_op_type(), caption="Each operation given the NPU's own inputs") + worst
+        worst = html_table([_row(row, "operation") for row in self.worst()], caption="Furthest off")
+        given = "Each operation given the NPU's own inputs" if self.chip else "Each operation"
+        return head + html_table(self.by_op_type(), caption=given) + worst
 
 
 def _row(row: StepsOff, what: str) -> dict[str, object]:
@@ -148,14 +157,14 @@ def output_steps(
     several = samples if isinstance(samples, Sequence) else [samples]
     arrays = [fitting_inputs(model, sample) for sample in several]
     manifest = Manifest.beside(context_path)
-    expected, found = _on_cpu(with_outputs(onnx_path, []), arrays), emulate(context_path, arrays, progress=progress)
+    expected, found = on_cpu(with_outputs(onnx_path, []), arrays), emulate(context_path, arrays, progress=progress)
     outputs = [value.name for value in model.graph.output]
     writers = writing_operations(model)
     return StepsReport(
         model=Path(onnx_path).name,
         chip=manifest.chip or "",
         samples=len(arrays),
-        outputs=tuple(_steps(writers, name, expected, found) for name in outputs),
+        outputs=tuple(steps_of(writers, name, expected, found) for name in outputs),
     )
 
 
@@ -190,14 +199,14 @@ def operation_steps(
             raise CompileError(f"{report}; operations on the CPU are not the NPU's: compile it whole first.")
         found = [emulate(report.context_path, arrays, **limits)]
     given = {f"{name}{GIVEN}": found[0][name] for name in tensors}
-    own = _on_cpu(on_given_values(probed, tensors), [arrays | given])
-    whole = _on_cpu(probed, [arrays])
+    own = on_cpu(on_given_values(probed, tensors), [arrays | given])
+    whole = on_cpu(probed, [arrays])
     return StepsReport(
         model=Path(onnx_path).name,
         chip=report.chip,
         samples=1,
-        outputs=tuple(_steps(writers, value.name, whole, found) for value in model.graph.output),
-        operations=tuple(_steps(writers, name, own, found) for name in tensors),
+        outputs=tuple(steps_of(writers, value.name, whole, found) for value in model.graph.output),
+        operations=tuple(steps_of(writers, name, own, found) for name in tensors),
     )
 
 
@@ -225,7 +234,7 @@ def on_given_values(model: onnx.ModelProto, tensors: Sequence[str]) -> onnx.Mode
     return copy
 
 
-def _on_cpu(model: onnx.ModelProto, samples: Sequence[Mapping[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
+def on_cpu(model: onnx.ModelProto, samples: Sequence[Mapping[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
     """All outputs by name for each sample, computed by onnxruntime as the graph stands."""
     import onnxruntime
 
@@ -252,7 +261,7 @@ def writing_operations(model: onnx.ModelProto) -> dict[str, dict[str, str | None
     return found
 
 
-def _steps(
+def steps_of(
     writers: Mapping[str, dict[str, str | None]],
     name: str,
     expected: Sequence[Mapping[str, np.ndarray]],

@@ -20,11 +20,10 @@ from lumen_lab.images import load_mask
 from lumen_lab.metrics import score_mask
 from lumen_lab.prediction import (
     Predictor,
+    artifact_function,
     artifact_manifest,
     checked_size,
-    onnx_session,
     predict_all,
-    run_session,
     working_size,
 )
 
@@ -70,9 +69,7 @@ class Task:
         """The task as one process works on it: an ONNX file is loaded once, and runs in so many threads."""
         if not isinstance(self.predictor, str | Path) or self.batch_size > 1:
             return self
-        path = Path(self.predictor)
-        session = onnx_session(path, threads=threads)
-        return replace(self, predictor=lambda value: run_session(session, path, value))
+        return replace(self, predictor=artifact_function(Path(self.predictor), threads=threads))
 
     def lines(self, indices: list[int]) -> Iterator[bytes]:
         """One line of text an image, as soon as it is scored; an error bears the name of its image."""

@@ -10,6 +10,9 @@ from lumen_lab.figures.coverage import coverage_figure
 from lumen_lab.figures.graph import macs_by_site, partition_strip
 from lumen_lab.figures.masks import difference_map, mask_grid, mask_overlay
 from lumen_lab.figures.offsets import offset_figure
+from lumen_lab.figures.pareto import pareto_figure
+from lumen_lab.figures.sensitivity import sensitivity_figure
+from lumen_lab.figures.steps import steps_figure
 
 __all__ = [
     "contact_sheet",
@@ -21,6 +24,9 @@ __all__ = [
     "mask_grid",
     "mask_overlay",
     "offset_figure",
+    "pareto_figure",
     "partition_strip",
     "reliability_diagram",
+    "sensitivity_figure",
+    "steps_figure",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,12 +15,16 @@ from lumen_lab.quantization.encoding import encoding_for_range
 from lumen_lab.quantization.fake_quantize import FakeQuantize, First
 from lumen_lab.quantization.placing import QUANTISER
 
+if TYPE_CHECKING:
+    from lumen_lab.quantization.calibration import Calibration
+
 
 class NPUGraph(nn.Module):
     """A network on the grid of its integers: image (B, C, H, W) -> the network's output, for any batch.
 
     ``graph_module`` is the captured graph with a quantiser behind every operation that has an encoding of its own, and
-    behind weights, biases and constants. Weights carry the names of the network they come from. ``size`` is (H, W).
+    behind weights, biases and constants. Weights carry the names of the network they come from. ``size`` is (H, W);
+    ``calibration`` what ``quantize`` found, None where the encodings come from elsewhere.
     The state dict holds weights, encodings and widths; it loads into a graph of the same network and widths.
     """
 
@@ -28,6 +33,7 @@ class NPUGraph(nn.Module):
         self.graph_module = graph
         self.size = size
         self.made_from = dict(made_from or {})
+        self.calibration: Calibration | None = None
         self._targets = {name: node.target for name, node in self.calls().items()}
         bits = [quantiser.bits for quantiser in self.quantisers.values()]
         self.register_buffer("widths", torch.tensor(bits, dtype=torch.uint8))

@@ -20,9 +20,9 @@ from torch import Tensor, fx
 
 from lumen_lab.errors import QuantizationError
 from lumen_lab.quantization.capture import live_nodes
+from lumen_lab.quantization.node_rules import op_name, rule_of
 from lumen_lab.quantization.npu_graph import NPUGraph, PartialRun
 from lumen_lab.quantization.placing import ALWAYS_EIGHT_BITS, QUANTISER, put_quantisers
-from lumen_lab.quantization.node_rules import op_name, rule_of
 from lumen_lab.quantization.rules import INPUT, TIED
 from lumen_lab.quantization.sensitivity import Sensitivity, SensitivityRow, compared, in_db
 from lumen_lab.specs import Record

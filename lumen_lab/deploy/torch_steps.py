@@ -1,0 +1,65 @@
+"""How many steps a quantised graph in torch is from its QDQ file: at the output and every tensor inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from lumen_lab.deploy.layer_trace import with_outputs
+from lumen_lab.deploy.model_file import read_onnx
+from lumen_lab.deploy.qdq_builder import integers_of
+from lumen_lab.deploy.steps_off import StepsReport, on_cpu, steps_of, value_called, writing_operations
+from lumen_lab.errors import ArtifactError
+from lumen_lab.quantization.npu_graph import NPUGraph, PartialRun
+from lumen_lab.quantization.placing import QUANTISER
+
+
+class QuantisedValues(fx.Interpreter):
+    """Runs a graph and keeps what each quantiser makes of the operation that it follows, by that operation's name."""
+
+    def __init__(self, graph: fx.GraphModule):
+        super().__init__(graph)
+        self.found: dict[str, Tensor] = {}
+
+    def run_node(self, node: fx.Node) -> object:
+        value = super().run_node(node)
+        if node.op == "call_module":
+            self.found.setdefault(node.args[0].name, value)
+        return value
+
+
+@torch.no_grad()
+def torch_steps(graph: NPUGraph, onnx_path: str | Path, pictures: Iterable[Tensor]) -> StepsReport:
+    """The integers of ``graph``'s forward beside those of its QDQ file on the CPU, over all pictures together.
+
+    ``pictures``: normalised (B, 3, H, W); both get them in the input's encoding. ``operations`` holds every tensor with
+    an encoding of its own, with what it inherits from those before it. Graph optimisation is off. ``ArtifactError`` for
+    a file of another graph, or one with float ends.
+    """
+    model = read_onnx(onnx_path)
+    (source,), (output,) = ([value.name for value in values] for values in (model.graph.input, model.graph.output))
+    writers = writing_operations(model)
+    last = PartialRun(graph).result.target.removeprefix(QUANTISER)
+    tensors = {name: integers_of(name) for name in graph.quantisers if integers_of(name) in writers} | {last: output}
+    if source not in graph.quantisers or output not in writers:
+        raise ArtifactError(f"{Path(onnx_path).name} is not this graph in integers, input to output; export it again.")
+    values = [value_called(name) for name in tensors.values()]
+    encoding = graph.quantisers[source].encoding
+    inputs = [encoding.quantise(picture.numpy()) for batch in pictures for picture in batch.split(1)]
+    found = on_cpu(with_outputs(onnx_path, values), [{source: integers} for integers in inputs])
+    expected = [torch_integers(graph, tensors, encoding.dequantise(integers)) for integers in inputs]
+    rows = tuple(steps_of(writers, name, expected, found) for name in tensors.values())
+    return StepsReport(Path(onnx_path).name, "", len(inputs), outputs=rows[-1:], operations=rows[:-1])
+
+
+def torch_integers(graph: NPUGraph, tensors: Mapping[str, str], picture: np.ndarray) -> dict[str, np.ndarray]:
+    """What torch computes for one picture, by the names that the QDQ file gives the tensors."""
+    run = QuantisedValues(graph.graph_module)
+    device = next((weight.device for weight in graph.parameters()), torch.device("cpu"))
+    run.run(torch.from_numpy(picture).to(device))
+    quantisers = graph.quantisers
+    return {name: quantisers[own].encoding.quantise(run.found[own].cpu().numpy()) for own, name in tensors.items()}
