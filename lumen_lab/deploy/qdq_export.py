@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 FIRST_OPSET_OF_16_BITS = 21  # of QuantizeLinear and DequantizeLinear
 
 
-def export_qdq(
-    graph: NPUGraph, path: str | Path, *, output_name: str | None = None, float_ends: bool = False
-) -> Path:
+def export_qdq(graph: NPUGraph, path: str | Path, *, output_name: str | None = None, float_ends: bool = False) -> Path:
     """Write ``graph`` as ONNX (opset 20, 21 with 16-bit tensors) for a batch of one, with a manifest; returns the path.
 
     Inputs and outputs are the integers themselves, their encoding in the manifest; with ``float_ends`` they are

@@ -41,6 +41,11 @@ class NPUGraph(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         return self.graph_module(image)
 
+    @property
+    def ends_in_mask(self) -> bool:
+        """Whether the output is the mask itself, 0 to 1, and no logits."""
+        return self.made_from.get("output") == "mask"
+
     def calls(self) -> dict[str, fx.Node]:
         """The node of every quantiser by its name: that of the operation, weight or constant it follows.
 

@@ -7,6 +7,7 @@ what they move.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -43,6 +44,18 @@ def put_quantisers(graph: fx.GraphModule, *, bits: Mapping[str, int] | None = No
     return graph
 
 
+def without_quantisers(graph: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph without its quantisers: as it was captured, operations under their names."""
+    bare = copy.deepcopy(graph)
+    for node in bare.graph.nodes:
+        if node.op == "call_module" and node.target.startswith(QUANTISER):
+            node.replace_all_uses_with(node.args[0])
+    bare.graph.eliminate_dead_code()
+    bare.delete_all_unused_submodules()
+    bare.recompile()
+    return bare
+
+
 def put_around(graph: fx.GraphModule, node: fx.Node, live: set[fx.Node], widths: Mapping[str, int]) -> None:
     """All quantisers of one operation: of what it reads, of its weights, and of what it returns."""
     rule = rule_of(node)
@@ -71,6 +84,11 @@ def checked_widths(graph: fx.GraphModule, bits: Mapping[str, int]) -> Mapping[st
         if width not in WIDTHS:
             raise QuantizationError(f"bits gives '{name}' {width!r} bits; the NPU's activations have 8 or 16.")
     return bits
+
+
+def widths_in_words(bits: Mapping[str, int]) -> str:
+    """Widths as a manifest keeps them."""
+    return ", ".join(f"{name}: {width}" for name, width in sorted(bits.items())) or "8"
 
 
 def width_of(graph: fx.GraphModule, node: fx.Node, rule: OpRule, widths: Mapping[str, int]) -> int:

@@ -10,7 +10,6 @@ own memory costs less; the compiler's traffic is the last word.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -22,7 +21,13 @@ from lumen_lab.errors import QuantizationError
 from lumen_lab.quantization.capture import live_nodes
 from lumen_lab.quantization.node_rules import op_name, rule_of
 from lumen_lab.quantization.npu_graph import NPUGraph, PartialRun
-from lumen_lab.quantization.placing import ALWAYS_EIGHT_BITS, QUANTISER, put_quantisers
+from lumen_lab.quantization.placing import (
+    ALWAYS_EIGHT_BITS,
+    QUANTISER,
+    put_quantisers,
+    widths_in_words,
+    without_quantisers,
+)
 from lumen_lab.quantization.rules import INPUT, TIED
 from lumen_lab.quantization.sensitivity import Sensitivity, SensitivityRow, compared, in_db
 from lumen_lab.specs import Record
@@ -324,7 +329,6 @@ class ParetoCurve(Record):
 
 @torch.no_grad()
 def measure_pareto(
-    captured: fx.GraphModule,
     graph: NPUGraph,
     sensitivity: Sensitivity,
     pictures: Iterable[Tensor],
@@ -334,27 +338,30 @@ def measure_pareto(
     progress: bool = True,
     **options,
 ) -> ParetoCurve:
-    """The choice for every budget, placed in ``captured`` (the graph without quantisers) and run on ``pictures``.
+    """The choice for every budget, put in place of ``graph``'s 8 bits and run on ``pictures``, with the ranges that the
+    graph has.
 
-    Ranges are those of ``graph``, at 8 bits and calibrated. ``options`` go to ``choose_precision``.
+    ``options`` go to ``choose_precision``.
     """
     from tqdm.auto import tqdm
 
     images = list(pictures)
-    reference = torch.cat([captured(image) for image in images])
+    with graph.in_float():
+        reference = torch.cat([graph(image) for image in images])
     points = []
     for budget in tqdm([0, *sorted(budgets_bytes)], desc="Precisions", unit="choice", disable=not progress):
         choice = choose(graph, sensitivity, budget_bytes=budget, **options)
-        mixed = in_widths(captured, graph, choice.bits) if choice.bits else graph
-        figures = compared(reference, torch.cat([mixed(image) for image in images]))
+        mixed = in_widths(graph, choice.bits) if choice.bits else graph
+        outputs = torch.cat([mixed(image) for image in images])
+        figures = compared(reference, outputs, masks=graph.ends_in_mask)
         moved = choice.bytes_at_8_bits + choice.extra_bytes
         points.append(ParetoPoint(budget, moved, len(choice.bits), *figures))
     return ParetoCurve(tuple(points), sum(len(image) for image in images))
 
 
-def in_widths(captured: fx.GraphModule, graph: NPUGraph, bits: Mapping[str, int]) -> NPUGraph:
-    """A graph of the widths ``bits`` with the weights and ranges of ``graph``; ``captured`` stays as it is."""
-    mixed = NPUGraph(put_quantisers(copy.deepcopy(captured), bits=bits), graph.size, graph.made_from)
-    mixed.load_weights(graph.weights())
+def in_widths(graph: NPUGraph, bits: Mapping[str, int]) -> NPUGraph:
+    """A copy of a calibrated ``graph`` with other widths, its weights and ranges."""
+    mixed = NPUGraph(put_quantisers(without_quantisers(graph.graph_module), bits=bits), graph.size, graph.made_from)
     mixed.carry_encodings(graph)
-    return mixed
+    mixed.made_from["bits"] = widths_in_words(bits)
+    return mixed.train(graph.training)

@@ -21,7 +21,7 @@ from lumen_lab.quantization.calibration import (
 )
 from lumen_lab.quantization.capture import capture
 from lumen_lab.quantization.npu_graph import NPUGraph
-from lumen_lab.quantization.placing import put_quantisers
+from lumen_lab.quantization.placing import put_quantisers, widths_in_words
 from lumen_lab.quantization.ranges import PERCENTILE
 from lumen_lab.quantization.rules import TABLE
 from lumen_lab.rewrites.plan import inputs_for
@@ -129,7 +129,7 @@ def made_from(
         "rewrites": ", ".join(rewrites) or "none",
         "input_shapes": f"1x3x{size[0]}x{size[1]}",
         "output": output,
-        "bits": ", ".join(f"{name}: {width}" for name, width in sorted(bits.items())) or "8",
+        "bits": widths_in_words(bits),
         "calibration_pictures": str(found.pictures),
         "calibration_sha256": found.pictures_sha256,
         "calibration_method": f"{found.method}, {'by reader' if found.by_reader else 'all tensors alike'}",

@@ -139,11 +139,11 @@ def measure_sensitivity(
     made_from = sensitivity_key(graph, images, by, groups)
     kept = KeptFigures(None if out_dir is None else writable_folder(out_dir), made_from)
     with torch.no_grad(), tqdm(total=2 * len(parts), desc="Sensitivity", unit="run", disable=not progress) as bar:
-        sweep = Sweep(run, images, parts)
+        sweep = Sweep(run, images, parts, masks=graph.ends_in_mask)
         reference = sweep.output(off=sweep.everything)
         alone = sweep.figures(ALONE, reference, kept, bar)
         left_out = sweep.figures(LEFT_OUT, reference, kept, bar)
-        everything = compared(reference, sweep.output(off=()))
+        everything = compared(reference, sweep.output(off=()), masks=graph.ends_in_mask)
     entries = tuple(
         replace(part, alone_db=a[0], alone_mask=a[1], left_out_db=b[0], left_out_mask=b[1])
         for part, a, b in ((part, alone[part.name], left_out[part.name]) for part in parts)
@@ -151,10 +151,14 @@ def measure_sensitivity(
     return Sensitivity(entries, *everything, len(images), made_from)
 
 
-def compared(reference: Tensor, actual: Tensor) -> tuple[float | None, float]:
-    """SQNR of logits in dB (None: no difference), and the mean absolute difference of the masks they stand for."""
+def compared(reference: Tensor, actual: Tensor, *, masks: bool = False) -> tuple[float | None, float]:
+    """SQNR of two outputs in dB (None: no difference), and the mean absolute difference of the masks they stand for.
+
+    Outputs are logits, or with ``masks`` the masks themselves.
+    """
     ratio = sqnr_db([(reference, actual)])
-    return None if ratio == math.inf else ratio, float((reference.sigmoid() - actual.sigmoid()).abs().mean())
+    ends = (reference, actual) if masks else (reference.sigmoid(), actual.sigmoid())
+    return None if ratio == math.inf else ratio, float((ends[0] - ends[1]).abs().mean())
 
 
 # The parts
@@ -220,8 +224,8 @@ def first_use(run: PartialRun, order: Mapping[fx.Node, int], node: fx.Node) -> i
 class Sweep:
     """One walk through the graph for all parts: what lies before a part is computed once."""
 
-    def __init__(self, run: PartialRun, images: Tensor, parts: Sequence[SensitivityRow]):
-        self.run, self.images, self.parts = run, images, parts
+    def __init__(self, run: PartialRun, images: Tensor, parts: Sequence[SensitivityRow], *, masks: bool):
+        self.run, self.images, self.parts, self.masks = run, images, parts, masks
         self.everything = run.quantiser_targets
 
     def output(self, *, off: Set[str]) -> Tensor:
@@ -240,7 +244,8 @@ class Sweep:
                 place = round(part.position * len(self.run.nodes))
                 self.run.advance(values, self.run.nodes[done:place], off=base)
                 done = place
-                figures = compared(reference, self.branch(values, place, base ^ targets(part)))
+                output = self.branch(values, place, base ^ targets(part))
+                figures = compared(reference, output, masks=self.masks)
                 kept.write(kind, part.name, figures)
             found[part.name] = figures
             bar.update()

@@ -13,7 +13,7 @@ from lumen_lab.quantization.capture import capture
 from lumen_lab.quantization.encoding import encoding_for_range
 from lumen_lab.quantization.fake_quantize import BiasQuantize, FakeQuantize, WeightQuantize
 from lumen_lab.quantization.npu_graph import NPUGraph
-from lumen_lab.quantization.placing import QUANTISER, encoding_source, put_quantisers
+from lumen_lab.quantization.placing import QUANTISER, encoding_source, put_quantisers, without_quantisers
 
 SIZE = (8, 8)
 
@@ -335,3 +335,16 @@ def test_placing_takes_time_in_proportion_to_the_graph():
     seconds(100)
     short, long = min(seconds(500) for _ in range(3)), seconds(4000)
     assert long < 24 * short, f"{short:.3f} s for 500 nodes, {long:.3f} s for 4,000"
+
+
+def test_without_quantisers_the_graph_is_as_it_was_captured():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5), nn.LayerNorm(5)).eval()
+    captured = capture(net, torch.zeros(1, 3, 8, 8))
+    before = [(node.op, node.name) for node in captured.graph.nodes]
+    placed = put_quantisers(copy.deepcopy(captured), bits={"linear": 16})
+    bare, image = without_quantisers(placed), torch.randn(2, 3, 8, 8)
+    assert [(node.op, node.name) for node in bare.graph.nodes] == before
+    assert not any(name.startswith(QUANTISER) for name, _ in bare.named_modules())
+    assert torch.equal(bare(image), captured(image))
+    assert any(node.op == "call_module" for node in placed.graph.nodes)
