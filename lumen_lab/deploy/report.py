@@ -119,10 +119,10 @@ class CompileReport(Record):
             for node in sorted(self.nodes, key=lambda node: node.place != CPU)
         ]
 
-    def summary_rows(self) -> list[dict[str, object]]:
-        """The figures that are compared from one compile to the next."""
+    def figures(self) -> dict[str, object]:
+        """What is compared from one compile to the next, in one row."""
         counts = Counter(node.place for node in self.nodes)
-        figures = {
+        return {
             "chip": f"{self.chip} (HTP v{self.htp_arch}, soc_model {self.soc_model})",
             "partitions": self.partitions,
             "ONNX nodes on the NPU / folded / on the CPU": f"{counts[NPU]} / {counts[FOLDED]} / {counts[CPU]}",
@@ -136,7 +136,10 @@ class CompileReport(Record):
             "compile time, s": round(self.compile_s, 1),
             "peak memory, MiB": None if self.peak_memory_bytes is None else round(self.peak_memory_bytes / 2**20),
         }
-        return [{"figure": name, "value": value} for name, value in figures.items()]
+
+    def summary_rows(self) -> list[dict[str, object]]:
+        """The same, a row a figure."""
+        return [{"figure": name, "value": value} for name, value in self.figures().items()]
 
     def _traffic_figures(self) -> dict[str, object]:
         """The same figures for every report, None where they were not measured."""
