@@ -37,7 +37,8 @@ Inputs = np.ndarray | Mapping[str, np.ndarray]
 class SiteValue:
     """A value of the graph that leaves a call of a module, as the tensor ``name`` that holds it.
 
-    ``name`` is the integers behind the value where it is quantised on its way, with their encoding.
+    ``name`` is the integers behind the value where it is quantised on its way, with their encoding; ``read_by`` the
+    one kind of operator that reads it, "" where there are several.
     """
 
     call: ModuleCall
@@ -45,6 +46,7 @@ class SiteValue:
     name: str
     scale: float | None = None
     zero_point: int | None = None
+    read_by: str = ""
 
 
 def trace_onnx(
@@ -130,7 +132,19 @@ def site_values(model: onnx.ModelProto, calls: Iterable[ModuleCall]) -> Iterator
             reading = readers.get(value, [])
             quantised = bool(reading) and value not in outputs and all(n.output[0] in encodings for n in reading)
             name = reading[0].output[0] if quantised else value
-            yield SiteValue(call, number, name, *encodings.get(name, (None, None)))
+            kinds = operators_behind(value, readers) if value not in outputs else set()
+            yield SiteValue(
+                call, number, name, *encodings.get(name, (None, None)), "".join(kinds) if len(kinds) == 1 else ""
+            )
+
+
+def operators_behind(value: str, readers: Mapping[str, Sequence[onnx.NodeProto]]) -> set[str]:
+    """The kinds of operators that read a value, directly or through quantisers."""
+    kinds: set[str] = set()
+    for node in readers.get(value, ()):
+        through = node.op_type in QUANTISERS
+        kinds |= operators_behind(node.output[0], readers) if through else {node.op_type}
+    return kinds
 
 
 def activation_encodings(model: onnx.ModelProto) -> dict[str, tuple[float, int]]:
@@ -227,6 +241,7 @@ def as_trace(
             kind=_kind(value.call),
             scale=value.scale,
             zero_point=value.zero_point,
+            read_by=value.read_by,
         )
         for value in values
     )

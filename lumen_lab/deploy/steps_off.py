@@ -76,8 +76,8 @@ class StepsReport(Record):
     """Emulation against CPU for one QDQ file; without a ``chip``, the CPU against torch.
 
     ``outputs``: what the network returns, over all samples. ``operations``: every tensor of integers inside, each
-    operation given what the *NPU* wrote before it, so that its difference is its own and no heritage; empty where only
-    the outputs were compared.
+    operation given what the *NPU* (or torch) wrote before it, so that its difference is its own and no heritage; empty
+    where only the outputs were compared.
     """
 
     model: str
@@ -93,7 +93,7 @@ class StepsReport(Record):
 
     @property
     def first(self) -> StepsOff | None:
-        """The first operation, in the order of the graph, that is off (in emulation: by itself)."""
+        """The first operation, in the order of the graph, that is off by itself."""
         return next((row for row in self.operations if row.max_steps), None)
 
     def worst(self, count: int = 10) -> list[StepsOff]:
@@ -126,15 +126,15 @@ class StepsReport(Record):
             f"{row.tensor} {row.equal:.1%} equal, {row.within_one:.1%} within 1, max {row.max_steps}"
             for row in self.outputs
         )
-        first = f"; off first: {self.first.op_type} at {site_name(self.first.site)}" if self.first else ""
+        first = f"; off by itself first: {self.first.op_type} at {site_name(self.first.site)}" if self.first else ""
         return f"{self.model} {self.compared}, {self.samples} samples: {shares}{first}"
 
     def _repr_html_(self) -> str:
         head = html_table([_row(row, "output") for row in self.outputs], caption=str(self))
         if not self.operations:
             return head
-        worst = html_table([_row(row, "operation") for row in self.worst()], caption="Furthest off")
-        given = "Each operation given the NPU's own inputs" if self.chip else "Each operation"
+        worst = html_table([_row(row, "operation") for row in self.worst()], caption="Furthest off by themselves")
+        given = f"Each operation given what {'the NPU' if self.chip else 'torch'} wrote before it"
         return head + html_table(self.by_op_type(), caption=given) + worst
 
 

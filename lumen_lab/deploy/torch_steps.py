@@ -12,7 +12,15 @@ from torch import Tensor, fx
 from lumen_lab.deploy.layer_trace import with_outputs
 from lumen_lab.deploy.model_file import read_onnx
 from lumen_lab.deploy.qdq_builder import integers_of
-from lumen_lab.deploy.steps_off import StepsReport, on_cpu, steps_of, value_called, writing_operations
+from lumen_lab.deploy.steps_off import (
+    GIVEN,
+    StepsReport,
+    on_cpu,
+    on_given_values,
+    steps_of,
+    value_called,
+    writing_operations,
+)
 from lumen_lab.errors import ArtifactError
 from lumen_lab.quantization.npu_graph import NPUGraph, PartialRun
 from lumen_lab.quantization.placing import QUANTISER
@@ -37,23 +45,30 @@ def torch_steps(graph: NPUGraph, onnx_path: str | Path, pictures: Iterable[Tenso
     """The integers of ``graph``'s forward beside those of its QDQ file on the CPU, over all pictures together.
 
     ``pictures``: normalised (B, 3, H, W); both get them in the input's encoding. ``operations`` holds every tensor with
-    an encoding of its own, with what it inherits from those before it. Graph optimisation is off. ``ArtifactError`` for
-    a file of another graph, or one with float ends.
+    an encoding of its own, each operation given the integers that *torch* wrote before it, so that its difference is
+    its own: sums in another order, which end on the other side of a half. Graph optimisation is off. ``ArtifactError``
+    for a file of another graph, or one with float ends.
     """
     model = read_onnx(onnx_path)
     (source,), (output,) = ([value.name for value in values] for values in (model.graph.input, model.graph.output))
     writers = writing_operations(model)
     last = PartialRun(graph).result.target.removeprefix(QUANTISER)
-    tensors = {name: integers_of(name) for name in graph.quantisers if integers_of(name) in writers} | {last: output}
+    inside = {name: integers_of(name) for name in graph.quantisers if integers_of(name) in writers and name != last}
     if source not in graph.quantisers or output not in writers:
         raise ArtifactError(f"{Path(onnx_path).name} is not this graph in integers, input to output; export it again.")
-    values = [value_called(name) for name in tensors.values()]
     encoding = graph.quantisers[source].encoding
     inputs = [encoding.quantise(picture.numpy()) for batch in pictures for picture in batch.split(1)]
-    found = on_cpu(with_outputs(onnx_path, values), [{source: integers} for integers in inputs])
-    expected = [torch_integers(graph, tensors, encoding.dequantise(integers)) for integers in inputs]
-    rows = tuple(steps_of(writers, name, expected, found) for name in tensors.values())
-    return StepsReport(Path(onnx_path).name, "", len(inputs), outputs=rows[-1:], operations=rows[:-1])
+    expected = [torch_integers(graph, inside | {last: output}, encoding.dequantise(one)) for one in inputs]
+    probed = with_outputs(onnx_path, [value_called(name) for name in inside.values()])
+    given = [
+        {source: one} | {f"{name}{GIVEN}": values[name] for name in inside.values()}
+        for one, values in zip(inputs, expected, strict=True)
+    ]
+    own = on_cpu(on_given_values(probed, list(inside.values())), given)
+    whole = on_cpu(model, [{source: one} for one in inputs])
+    operations = tuple(steps_of(writers, name, expected, own) for name in (*inside.values(), output))
+    outputs = (steps_of(writers, output, expected, whole),)
+    return StepsReport(Path(onnx_path).name, "", len(inputs), outputs=outputs, operations=operations)
 
 
 def torch_integers(graph: NPUGraph, tensors: Mapping[str, str], picture: np.ndarray) -> dict[str, np.ndarray]:

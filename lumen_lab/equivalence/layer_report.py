@@ -27,7 +27,8 @@ class LayerRow(Record):
     Σ difference²), None where nothing differs (``max_abs`` is 0) or the difference is not finite (``max_abs`` is
     None). ``cosine``: of the two as vectors. ``scale``: the reference's largest absolute value.
     Integers: ``equal`` and ``within_one`` are shares of values, ``max_steps`` the largest difference in steps of the
-    encoding, in which both are written first; ``why``: the bounds that were broken.
+    encoding, in which both are written first; ``why``: the bounds that were broken. ``read_by``: the operator through
+    which both were compared, where one is quantised for it: what it cannot tell apart was not meant to be kept.
     """
 
     site: str
@@ -46,6 +47,7 @@ class LayerRow(Record):
     order: str = ""
     also: tuple[str, ...] = ()
     why: str = ""
+    read_by: str = ""
 
     @property
     def place(self) -> str:
@@ -204,6 +206,7 @@ def _row(layer: LayerRow) -> dict[str, object]:
         "steps off: none": _percent(layer.equal),
         "at most 1": _percent(layer.within_one),
         "max": layer.max_steps,
+        "as read by": layer.read_by,
         "broken bounds": layer.why,
         "also returned by": ", ".join(layer.also),
     }

@@ -25,7 +25,8 @@ class LayerTensor:
 
     ``values`` are as computed; for integers, real = ``scale`` · (values − ``zero_point``). ``layout`` is "NCHW" or
     "NHWC" where it is known, else "": a network may carry maps either way, and shapes then decide. ``handed_on``: the
-    module returned a tensor that it was given, untouched. ``kind``: module class, or operators.
+    module returned a tensor that it was given, untouched. ``kind``: module class, or operators. ``read_by``: the one
+    kind of ONNX operator that reads it, "" where there are several or it is not known.
     """
 
     site: str
@@ -37,6 +38,7 @@ class LayerTensor:
     scale: float | None = None
     zero_point: int | None = None
     handed_on: bool = False
+    read_by: str = ""
 
     @property
     def real(self) -> np.ndarray:

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
+from scipy.special import expit, ndtr
 
 from lumen_lab.equivalence.layer_report import AFTER, UNJUDGED, WITHIN, LayerRow
 from lumen_lab.equivalence.layers import LayerTensor
 from lumen_lab.equivalence.tolerance import Tolerance
 from lumen_lab.equivalence.verdict import finite
 
+SEEN_BY: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "Relu": lambda x: np.maximum(x, 0),
+    "Sigmoid": expit,
+    "Gelu": lambda x: x * ndtr(x),
+}
+"""What an operator makes of a tensor: its range is chosen for that, and clips what makes no difference there."""
+
 
 def measured(reference: LayerTensor, actual: LayerTensor, tolerance: Tolerance, *, order: str = "") -> LayerRow:
     """The row of two tensors of one shape; outside its tolerance it is "after", until the first is known.
 
-    SQNR, cosine and maximum are of the real values in float64; equal infinities do not differ, a NaN always does.
+    SQNR, cosine and maximum are of the real values in float64; equal infinities do not differ, a NaN always does. An
+    integer tensor that one kind of operator reads is compared as that operator sees it (``SEEN_BY``).
     """
-    r, a = reference.real, actual.real
+    read_by = next((one.read_by for one in (actual, reference) if one.scale is not None and one.read_by in SEEN_BY), "")
+    r, a = (SEEN_BY.get(read_by, np.asarray)(one.real) for one in (reference, actual))
     with np.errstate(invalid="ignore", over="ignore"):
         gap = np.where(r == a, 0.0, np.abs(r - a))
     worst = float(gap.max(initial=0.0))
@@ -36,6 +47,7 @@ def measured(reference: LayerTensor, actual: LayerTensor, tolerance: Tolerance, 
         scale=float(known.max(initial=0.0)),
         **_steps(reference, actual),
         order=order,
+        read_by=read_by,
     )
     judged, broken = _judged(row, tolerance)
     return replace(row, status=AFTER if broken else WITHIN if judged else UNJUDGED, why="; ".join(broken))

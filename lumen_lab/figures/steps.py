@@ -69,8 +69,8 @@ def draw_operations(axes: Axes, report: StepsReport) -> None:
         chosen = [i for i, row in enumerate(rows) if (row.op_type == kind if kind else row.op_type not in kinds)]
         axes.plot(chosen, off[chosen], ".", color=color, markersize=5, label=kind or "others")
     axes.set_xlabel("operations in the order of the graph", fontsize=8)
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=1))
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
     axes.set_ylim(bottom=0)
-    given = ", each given the NPU's own inputs" if report.chip else ""
-    axes.set_title(f"share of an operation's values that are off{given}", fontsize=9)
+    given = "the NPU" if report.chip else "torch"
+    axes.set_title(f"off by itself, each given what {given} wrote before it", fontsize=9)
     axes.legend(frameon=False, fontsize=7)

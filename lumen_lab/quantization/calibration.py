@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from lumen_lab.errors import QuantizationError
 from lumen_lab.images import IMAGENET_MEAN, IMAGENET_STD, check_image, to_network_input

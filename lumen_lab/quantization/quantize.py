@@ -80,9 +80,14 @@ def append_sigmoid(graph: fx.GraphModule) -> None:
     (logits,) = outputs
     with graph.graph.inserting_before(end):
         mask = graph.graph.call_function(torch.ops.aten.sigmoid.default, (logits,))
-    mask.meta = {key: value for key, value in logits.meta.items() if key == "val"}
+    mask.meta = {"val": logits.meta.get("val"), "nn_module_stack": outermost(logits)}
     end.replace_input_with(logits, mask)
     graph.recompile()
+
+
+def outermost(node: fx.Node) -> dict[str, tuple[str, str]]:
+    """The first entry of a node's stack of modules: the network itself."""
+    return dict(list((node.meta.get("nn_module_stack") or {}).items())[:1])
 
 
 def example_for(model: nn.Module, example: Tensor | None) -> Tensor:

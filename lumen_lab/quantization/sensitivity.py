@@ -120,12 +120,14 @@ def measure_sensitivity(
     *,
     by: str = "site",
     groups: Sequence[str] = (),
+    within: Sequence[str] = (),
     out_dir: str | Path | None = None,
     progress: bool = True,
 ) -> Sensitivity:
     """The sensitivity of every site (module), or by="tensor" of every tensor, of a calibrated graph.
 
-    ``groups``: paths of modules whose sites become one row. ``pictures``: tensors (B, C, H, W), run as one batch; what
+    ``groups``: paths of modules whose sites become one row; ``within``: only parts of the modules at these paths.
+    ``pictures``: tensors (B, C, H, W), run as one batch; what
     lies before a part is computed once for all, so that a part costs about half a run in each direction. Memory: the
     values that are still to be read at one place, for all pictures. ``out_dir`` keeps each figure as it is made; a run
     that was stopped goes on from there, if graph, encodings and pictures are the same. Biases (int32) are only part of
@@ -135,7 +137,7 @@ def measure_sensitivity(
 
     images = torch.cat(list(pictures))
     run = PartialRun(graph)
-    parts = parts_of(graph, run, by=by, groups=groups)
+    parts = inside(within, parts_of(graph, run, by=by, groups=groups), graph.sites())
     made_from = sensitivity_key(graph, images, by, groups)
     kept = KeptFigures(None if out_dir is None else writable_folder(out_dir), made_from)
     with torch.no_grad(), tqdm(total=2 * len(parts), desc="Sensitivity", unit="run", disable=not progress) as bar:
@@ -188,12 +190,26 @@ def parts_of(graph: NPUGraph, run: PartialRun, *, by: str, groups: Sequence[str]
     return sorted(rows, key=lambda row: row.position)
 
 
+def inside(paths: Sequence[str], parts: list[SensitivityRow], sites: Mapping[str, str]) -> list[SensitivityRow]:
+    """The parts that belong to modules at ``paths``; all if there are none."""
+    if not paths:
+        return parts
+    of = {part.name: {sites[quantiser] for quantiser in part.quantisers} for part in parts}
+    for path in paths:
+        if not any(lies_in(path, site) for found in of.values() for site in found):
+            raise QuantizationError(f"No site lies in '{path}', which within gives; it takes paths of modules.")
+    return [part for part in parts if all(any(lies_in(path, site) for path in paths) for site in of[part.name])]
+
+
+def lies_in(path: str, site: str) -> bool:
+    return site == path or site.startswith(f"{path}.")
+
+
 def joined_sites(sites: Mapping[str, str], groups: Sequence[str]) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
     """The quantisers of each site, those of sites inside a group put together, and the kind of each."""
     named: dict[str, tuple[str, ...]] = {}
     for quantiser, site in sites.items():
-        inside = [path for path in groups if site == path or site.startswith(f"{path}.")]
-        part = max(inside, key=len, default=site)
+        part = max((path for path in groups if lies_in(path, site)), key=len, default=site)
         named[part] = (*named.get(part, ()), quantiser)
     if unknown := [path for path in groups if path not in named]:
         raise QuantizationError(f"No site lies in the group '{unknown[0]}'; groups are paths of modules.")

@@ -32,7 +32,7 @@ def test_the_same_integers_at_every_tensor(graph, path):
     assert report.samples == 3
     assert [row.tensor for row in report.outputs] == ["mask"]
     assert report.outputs[0].max_steps == 0
-    assert len(report.operations) == 3 and report.first is None
+    assert len(report.operations) == 4 and report.first is None
     assert "against torch" in str(report)
 
 

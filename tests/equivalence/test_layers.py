@@ -432,3 +432,16 @@ def test_resize_of_another_kind_is_found():
 
     report = compare_layers(trace_torch(network(True), IMAGE, name="good"), trace_torch(network(False), IMAGE))
     assert (report.first.site, report.first.kind) == ("1", "Up")
+
+
+@pytest.mark.parametrize(
+    ("read_by", "tells"), [("Relu", False), ("Sigmoid", False), ("Gelu", False), ("Conv", True), ("", True)]
+)
+def test_integers_are_compared_as_the_one_operator_behind_them_reads_them(read_by, tells):
+    values = np.array([[-60.0, -40.0, 1.0, 2.0]], np.float32)
+    clipped = np.array([[0, 0, 148, 168]], np.uint8)  # −6.4 to 6.35 in steps of .05
+    row = row_of(values, clipped, scale=0.05, zero_point=128, read_by=read_by)
+    assert (row.identical or row.sqnr_db > 40) != tells
+    assert row.read_by == ("" if tells else read_by)
+    real = row_of(values, np.clip(values, -6.4, 6.35), read_by=read_by)
+    assert real.sqnr_db < 10 and real.read_by == ""

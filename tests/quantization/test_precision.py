@@ -157,9 +157,7 @@ def test_the_choice_is_worth_it_when_placed(graph, sensitivity, images):
 
 def test_more_bytes_buy_more_quality(graph, sensitivity, images, tmp_path):
     budgets = [3000, PLENTY]
-    curve = measure_pareto(
-        graph, sensitivity, [images], budgets_bytes=budgets, positions_db=EVERYWHERE, progress=False
-    )
+    curve = measure_pareto(graph, sensitivity, [images], budgets_bytes=budgets, positions_db=EVERYWHERE, progress=False)
     assert [point.budget_bytes for point in curve.points] == [0, *budgets]
     assert curve.points[0].wide_operations == 0 and curve.points[0].sqnr_db == pytest.approx(sensitivity.all_db)
     assert curve.points[0].moved_bytes < curve.points[1].moved_bytes < curve.points[2].moved_bytes

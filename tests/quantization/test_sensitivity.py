@@ -126,6 +126,16 @@ def test_a_group_is_one_row_of_all_its_parts(graph, images):
         measured(graph, images, by="block")
 
 
+def test_parts_within_a_module_have_the_figures_that_they_have_among_all(graph, images):
+    every = {row.name: row for row in measured(graph, images, by="tensor").entries}
+    some = measured(graph, images, by="tensor", within=["one"]).entries
+    sites = graph.sites()
+    assert {row.name for row in some} == {name for name in every if sites[name].startswith("one")}
+    assert 0 < len(some) < len(every) and all(row == every[row.name] for row in some)
+    with pytest.raises(QuantizationError, match="No site lies in 'on'"):
+        measured(graph, images, within=["on"])
+
+
 def test_a_stopped_run_goes_on(graph, images, tmp_path, monkeypatch):
     whole = measured(graph, images)
     branch, made = sensitivity.Sweep.branch, []
