@@ -53,9 +53,14 @@ def find(modules: dict[str, nn.Module], path: str) -> nn.Module:
 
 @contextmanager
 def watch(model: nn.Module, see: Callable[[str, nn.Module, tuple, object], None]) -> Iterator[None]:
-    """Call ``see(path, module, inputs, output)`` after every module's forward, innermost first."""
+    """Call ``see(path, module, inputs, output)`` after every module's forward, innermost first.
+
+    ``inputs``: positional ones, then those given by keyword.
+    """
     handles = [
-        module.register_forward_hook(lambda m, inputs, output, path=path: see(path, m, inputs, output))
+        module.register_forward_hook(
+            lambda m, given, named, output, path=path: see(path, m, (*given, *named.values()), output), with_kwargs=True
+        )
         for path, module in model.named_modules()
     ]
     try:

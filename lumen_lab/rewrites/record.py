@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from lumen_lab.equivalence.verdict import tensors_of
 from lumen_lab.errors import LumenError, RewriteError
 from lumen_lab.specs import Claim, Learned, Record
 from lumen_lab.taps import shapes_only, watch
@@ -206,7 +207,7 @@ class Flow:
 
     def see(self, path: str, inputs: tuple, output: object) -> None:
         """Note one call; innermost modules come first, so that a container does not claim its last part's output."""
-        tensors = [value for value in inputs if isinstance(value, Tensor)]
+        tensors = [tensor for value in inputs for tensor in tensors_of(value)]
         if tensors:
             self.shapes.setdefault(path, []).append(tuple(tensors[0].shape))
         read = [self.made_by.get(identity(value)) for value in tensors]

@@ -200,3 +200,30 @@ def test_a_sum_of_convs_with_a_part_that_was_cut_keeps_its_norm():
     cut = rewrite(before, (split_conv_over_outputs(4),), example_inputs=(SAMPLE,)).model
     (entry,) = rewrite(cut, (FOLD_BATCH_NORM,), example_inputs=(SAMPLE,)).log.entries
     assert "the conv before it is a OutputSplitConv" in entry.refused
+
+
+class ReadAside(nn.Module):
+    """A conv and its norm, and a second reader of the conv's output, given by keyword or in a list."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.conv, self.norm, self.aside, self.how = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), Aside(), how
+
+    def forward(self, x):
+        x = self.conv(x)
+        other = self.aside(x=x) if self.how == "keyword" else self.aside([x])
+        return self.norm(x) + other
+
+
+class Aside(nn.Module):
+    def forward(self, x):
+        return torch.relu(x[0] if isinstance(x, list) else x)
+
+
+@pytest.mark.parametrize("how", ["keyword", "list"])
+def test_a_norm_is_not_folded_into_a_conv_that_is_read_by_keyword_or_in_a_list(how):
+    net, image = ReadAside(how).eval(), torch.randn(2, 3, 8, 8)
+    net.norm.running_mean += 1
+    rewritten = rewrite(net, (FOLD_BATCH_NORM,), example_inputs=(image,))
+    assert torch.equal(rewritten.model(image), net(image))
+    assert rewritten.log.applied() == []
