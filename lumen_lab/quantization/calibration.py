@@ -15,7 +15,7 @@ from lumen_lab.errors import QuantizationError
 from lumen_lab.images import IMAGENET_MEAN, IMAGENET_STD, check_image, to_network_input
 from lumen_lab.quantization.capture import live_nodes
 from lumen_lab.quantization.encoding import encoding_for_range
-from lumen_lab.quantization.fake_quantize import First
+from lumen_lab.quantization.fake_quantize import FakeQuantize, First
 from lumen_lab.quantization.npu_graph import NPUGraph
 from lumen_lab.quantization.observers import Observer
 from lumen_lab.quantization.ranges import ENDS_ONLY, LEAST_ERROR, METHODS, PERCENTILE, Seen, chosen_range
@@ -89,11 +89,12 @@ def calibrate(
     for picture, _ in observed(graph, observers, pictures, total=length_of(pictures), progress=progress):
         digest.update(np.ascontiguousarray(picture.cpu().numpy()).tobytes())
         count += 1
-    source = input_name(graph)
-    rows = []
-    for name, observer in observers.items():
-        fixed = input_range if name == source else None
-        rows.append(set_encoding(graph, name, observer, method, fixed=fixed))
+    source, sites, quantisers = input_name(graph), graph.sites(), graph.quantisers
+    known = {source: input_range}
+    rows = [
+        TensorRange(name, sites[name], **set_encoding(quantisers[name], observer, method, known.get(name)))
+        for name, observer in observers.items()
+    ]
     return Calibration(method, by_reader, count, digest.hexdigest(), tuple(rows))
 
 
@@ -153,9 +154,10 @@ def length_of(pictures: Iterable) -> int | None:
     return len(pictures) if hasattr(pictures, "__len__") else None
 
 
-def set_encoding(graph: NPUGraph, name: str, observer: Observer, method: str, *, fixed) -> TensorRange:
-    """One quantiser's encoding, by the range that is known or by what was seen."""
-    quantiser = graph.quantisers[name]
+def set_encoding(
+    quantiser: FakeQuantize, observer: Observer, method: str, fixed: tuple[float, float] | None = None
+) -> dict[str, object]:
+    """One quantiser's encoding, by the range that is known (``fixed``) or by what was seen; the fields of its row."""
     if fixed is not None:
         method, ends = "fixed", fixed
         quantiser.fixed = True
@@ -164,9 +166,9 @@ def set_encoding(graph: NPUGraph, name: str, observer: Observer, method: str, *,
     else:
         method, ends = chosen_range(Seen(observer), method, bits=quantiser.bits)
     quantiser.encoding = encoding_for_range(*ends, bits=quantiser.bits)
-    site, around = graph.sites()[name], quantiser.encoding.range
-    seen = observer.lowest, observer.highest
-    return TensorRange(name, site, observer.reader.kind, method, *seen, *around, quantiser.bits)
+    low, high = quantiser.encoding.range
+    seen = {"lowest": observer.lowest, "highest": observer.highest}
+    return {"reader": observer.reader.kind, "method": method, **seen, "low": low, "high": high, "bits": quantiser.bits}
 
 
 def input_name(graph: NPUGraph) -> str:
