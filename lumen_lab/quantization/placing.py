@@ -24,7 +24,6 @@ QUANTISER = "quantiser_"
 ONE = "one_step"  # the second factor of a bias's steps where there is only one
 WIDTHS = (8, 16)
 SCALARS = ("aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor")  # whose second operand may be a number
-ALWAYS_EIGHT_BITS = {("aten.matmul.default", 1)}  # of two 16-bit factors the NPU rounds the second to 8 bits unasked
 
 
 def put_quantisers(graph: fx.GraphModule, *, bits: Mapping[str, int] | None = None) -> fx.GraphModule:
@@ -144,7 +143,7 @@ def quantise_operands(graph: fx.GraphModule, node: fx.Node, rule: OpRule, live: 
     for place, argument in enumerate(node.args):
         if place in (rule.weight, rule.bias):
             continue
-        wanted = 8 if (op_name(node), place) in ALWAYS_EIGHT_BITS else width
+        wanted = 8 if place in rule.eight_bits else width
         put = {other: operand(graph, node, other, wanted, live) for other in tensors(argument)}
         node.update_arg(place, replaced(argument, put))
 

@@ -19,10 +19,9 @@ from torch import Tensor, fx
 
 from lumen_lab.errors import QuantizationError
 from lumen_lab.quantization.capture import live_nodes
-from lumen_lab.quantization.node_rules import op_name, rule_of
+from lumen_lab.quantization.node_rules import rule_of
 from lumen_lab.quantization.npu_graph import NPUGraph, PartialRun
 from lumen_lab.quantization.placing import (
-    ALWAYS_EIGHT_BITS,
     QUANTISER,
     put_quantisers,
     widths_in_words,
@@ -213,7 +212,7 @@ class Moves:
             fx.map_arg(argument, read.append)
             for other in read:
                 if other in self.counts and (source := self.source(other)) is not None:
-                    always = (op_name(node), place) in ALWAYS_EIGHT_BITS
+                    always = place in rule_of(node).eight_bits
                     self.tensors[source].readers.append((operation, self.counts[other], always))
 
     def source(self, node: fx.Node) -> str | None:

@@ -58,15 +58,21 @@ def quantize(
         raise QuantizationError(f"output='{output}' was asked for; there are 'mask' (with a sigmoid) and 'logits'.")
     check_method(method)
     example = example_for(model, example)
-    size = (int(example.shape[-2]), int(example.shape[-1]))
-    pictures = looked_into(calibration, size)
+    pictures = looked_into(calibration, tuple(example.shape[-2:]))
+    graph = placed(model, example, bits=bits, output=output)
+    found = calibrate(graph, pictures, method=method, by_reader=by_reader, progress=progress)
+    graph.calibration, graph.made_from = found, made_from(model, found, output=output, size=graph.size, bits=bits or {})
+    return graph.eval()
+
+
+def placed(
+    model: nn.Module, example: Tensor, *, bits: Mapping[str, int] | None = None, output: str = "mask"
+) -> NPUGraph:
+    """The network captured for images like ``example`` (1, 3, H, W), its quantisers yet to be calibrated."""
     captured = capture(model, example)
     if output == "mask":
         append_sigmoid(captured)
-    graph = NPUGraph(put_quantisers(captured, bits=bits), size)
-    found = calibrate(graph, pictures, method=method, by_reader=by_reader, progress=progress)
-    graph.calibration, graph.made_from = found, made_from(model, found, output=output, size=size, bits=bits or {})
-    return graph.eval()
+    return NPUGraph(put_quantisers(captured, bits=bits), (int(example.shape[-2]), int(example.shape[-1])))
 
 
 def append_sigmoid(graph: fx.GraphModule) -> None:
@@ -127,11 +133,10 @@ def made_from(
     model: nn.Module, found: Calibration, *, output: str, size: tuple[int, int], bits: Mapping[str, int]
 ) -> dict[str, str]:
     """What the graph depends on, for the manifest of what is made of it."""
-    rewrites = sorted({module.rewritten_by for module in model.modules() if hasattr(module, "rewritten_by")})
     return {
         "network": model_name(model),
         "weights_sha256": weights_sha256(model),
-        "rewrites": ", ".join(rewrites) or "none",
+        "rewrites": rewrites_of(model),
         "input_shapes": f"1x3x{size[0]}x{size[1]}",
         "output": output,
         "bits": widths_in_words(bits),
@@ -140,6 +145,12 @@ def made_from(
         "calibration_method": f"{found.method}, {'by reader' if found.by_reader else 'all tensors alike'}",
         "code_sha256": code_sha256(),
     }
+
+
+def rewrites_of(model: nn.Module) -> str:
+    """The names of the rewrites that made parts of the network."""
+    names = {module.rewritten_by for module in model.modules() if hasattr(module, "rewritten_by")}
+    return ", ".join(sorted(names)) or "none"
 
 
 def code_sha256() -> str:

@@ -24,6 +24,8 @@ class OpRule(Record):
     of the output, so it is counted in those; else in input scale × weight scale. ``fuses_relu``: no quantiser between
     it and a ReLU. ``shared_with_inputs``: an input that nothing else reads is written in the encoding of the output.
 
+    ``eight_bits``: places among the arguments that are read in 8 bits, whatever the operation's width.
+
     ``off_by_one``: the share of values that the emulated NPU has one step off the CPU, given the same integers; none
     is further off. Uniform and normal values, scales that are no powers of two.
     """
@@ -38,6 +40,7 @@ class OpRule(Record):
     bias_in_output_steps: bool = False
     fuses_relu: bool = False
     shared_with_inputs: bool = False
+    eight_bits: tuple[int, ...] = ()
     off_by_one: float = 0.0
 
 

@@ -1,0 +1,154 @@
+"""One quantiser, timed: ``python -m tests.benchmarks.peers.quantisers NAME TASK.json``, run by ``quantizers.py``.
+
+``TASK.json`` says where the float network (ONNX, and preset and plan to make it in torch), the calibration pictures
+(``.npy``, normalised, N×3×H×W) and the result are. Prints seconds and peak memory as JSON. The methods are each
+quantiser's defaults for this NPU where it has such; min-max where it leaves the choice.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+Task = dict[str, str]
+
+
+class Pictures:
+    """Calibration pictures as onnxruntime reads them."""
+
+    def __init__(self, task: Task):
+        self.pictures = iter(np.load(task["pictures"])[:, None])
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        picture = next(self.pictures, None)
+        return None if picture is None else {"image": picture}
+
+
+def batches(task: Task) -> Iterator[np.ndarray]:
+    """The calibration pictures one by one, (1, 3, H, W)."""
+    yield from np.load(task["pictures"])[:, None]
+
+
+def lumen_lab(task: Task) -> None:
+    """This library, from the torch network."""
+    import torch
+
+    import lumen_lab as lab
+
+    size = np.load(task["pictures"], mmap_mode="r").shape[-2:]
+    example = torch.zeros(1, 3, *size)
+    student = lab.rewrite(
+        lab.load_network(task["preset"], weights=task["weights"]), plan_of(task), example_inputs=(example,)
+    ).model
+    start()
+    graph = lab.quantize(student, map(torch.from_numpy, batches(task)), example=example, progress=False)
+    lab.export_qdq(graph, task["out"])
+
+
+def plan_of(task: Task) -> tuple:
+    import lumen_lab as lab
+
+    return getattr(lab, task["plan"])
+
+
+def onnxruntime_plain(task: Task) -> None:
+    """onnxruntime's ``quantize_static`` with weights per channel."""
+    from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
+
+    start()
+    quantize_static(
+        task["model"],
+        task["out"],
+        Pictures(task),
+        quant_format=QuantFormat.QDQ,
+        per_channel=True,
+        activation_type=QuantType.QUInt8,
+        weight_type=QuantType.QInt8,
+    )
+
+
+def onnxruntime_qnn(task: Task) -> None:
+    """onnxruntime's own settings for this NPU: ``qnn_preprocess_model``, ``get_qnn_qdq_config``."""
+    from onnxruntime.quantization import QuantType, quantize
+    from onnxruntime.quantization.execution_providers.qnn import get_qnn_qdq_config, qnn_preprocess_model
+
+    start()
+    prepared = str(Path(task["out"]).with_suffix(".prepared.onnx"))
+    changed = qnn_preprocess_model(task["model"], prepared)
+    source = prepared if changed else task["model"]
+    config = get_qnn_qdq_config(
+        source, Pictures(task), activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8, per_channel=True
+    )
+    quantize(source, task["out"], config)
+
+
+def torchao_pt2e(task: Task) -> None:
+    """torchao's PT2E with the quantiser that it brings (for x86), as ONNX through ``torch.onnx.export``."""
+    import torch
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+    from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
+        X86InductorQuantizer,
+        get_default_x86_inductor_quantization_config,
+    )
+
+    import lumen_lab as lab
+
+    student = lab.rewrite(lab.load_network(task["preset"], weights=task["weights"]), plan_of(task)).model
+    pictures = [torch.from_numpy(picture) for picture in batches(task)]
+    start()
+    exported = torch.export.export(student, (pictures[0],)).module()
+    quantizer = X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config())
+    prepared = prepare_pt2e(exported, quantizer)
+    with torch.no_grad():
+        for picture in pictures:
+            prepared(picture)
+    converted = convert_pt2e(prepared, fold_quantize=False)
+    names = {"input_names": ["image"], "output_names": ["logits"]}
+    torch.onnx.export(
+        converted, (pictures[0],), task["out"], dynamo=True, opset_version=20, external_data=False, **names
+    )
+
+
+def aimet(task: Task) -> None:
+    """AIMET for ONNX, with its settings for this NPU."""
+    import onnx
+    from aimet_onnx.quantsim import QuantizationSimModel
+
+    start()
+    model = onnx.load(task["model"])
+    sim = QuantizationSimModel(model, param_type="int8", activation_type="int8", config_file="htp_v81")
+    sim.compute_encodings([{"image": picture} for picture in batches(task)])
+    onnx.save(sim.to_onnx_qdq(), task["out"])
+
+
+QUANTISERS: dict[str, Callable[[Task], None]] = {
+    "lumen_lab": lumen_lab,
+    "onnxruntime": onnxruntime_plain,
+    "onnxruntime for QNN": onnxruntime_qnn,
+    "torchao PT2E": torchao_pt2e,
+    "AIMET": aimet,
+}
+_started: list[float] = []
+
+
+def start() -> None:
+    """From here on time counts: what was loaded and made before is each quantiser's input."""
+    _started.append(time.perf_counter())
+
+
+def main() -> None:
+    name, task = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
+    QUANTISERS[name](task)
+    seconds = time.perf_counter() - _started[-1]
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3  # kilobytes on Linux
+    print("\n" + json.dumps({"s": round(seconds, 2), "peak_memory_mb": round(peak_mb)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Calibrate and emit BiRefNet-lite: ``python tests/benchmarks/quantizing_speed.py --json OUT.json``.
+
+The network of ``LUMEN_PLAN`` (golden weights, encoder at 640, mask at 1024), one picture, one thread: this library from
+the torch network to the QDQ file, and onnxruntime's quantiser from the float ONNX file to its own. Each runs in a
+process of its own; seconds and peak memory, and ours as a share of the peer's. The peer takes minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import lumen_lab as lab
+from lumen_lab.specs import tool_versions, write_whole
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.benchmarks.quantizers import quantised
+
+PEERS = ("lumen_lab", "onnxruntime")
+
+
+def task_in(folder: Path, preset: str, weights: str, size: tuple[int, int]) -> dict[str, str]:
+    """The float file and one picture."""
+    picture = np.random.default_rng(0).uniform(-2, 2, (1, 3, *size)).astype(np.float32)
+    np.save(folder / "pictures.npy", picture)
+    network = lab.load_network(preset, weights=weights)
+    student = lab.rewrite(network, lab.LUMEN_PLAN, example_inputs=(torch.from_numpy(picture),)).model
+    model = lab.export_onnx(student, folder / "float.onnx", example_inputs=(torch.from_numpy(picture),))
+    shared = {"model": str(model), "pictures": str(folder / "pictures.npy"), "plan": "LUMEN_PLAN"}
+    return shared | {"preset": preset, "weights": weights}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="lite")
+    parser.add_argument("--weights", default="golden")
+    parser.add_argument("--size", type=int, nargs=2, metavar=("H", "W"), default=(1024, 1024))
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        task = task_in(folder, asked.preset, asked.weights, tuple(asked.size))
+        rows = [
+            {"quantiser": name, **quantised(name, task | {"out": str(folder / f"{name}.onnx")}, folder)}
+            for name in PEERS
+        ]
+    ours, peer = rows
+    ratios = {
+        "times_faster": round(peer["s"] / ours["s"], 1),
+        "of_peer_memory": round(ours["peak_memory_mb"] / peer["peak_memory_mb"], 3),
+    }
+    print(rows, ratios)
+    if asked.json:
+        header = {
+            "command": " ".join(["python", "tests/benchmarks/quantizing_speed.py", *sys.argv[1:]]),
+            "network": f"{asked.preset} ({asked.weights}) under LUMEN_PLAN at {asked.size[0]} × {asked.size[1]}",
+            "versions": tool_versions("torch", "onnx", "onnxruntime"),
+        }
+        write_whole(asked.json, json.dumps(header | ratios | {"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
