@@ -104,7 +104,7 @@ def test_the_first_operation_that_is_off_is_named_and_the_report_comes_back(meas
     assert measured.first is not None and measured.first.max_steps == 1
     assert measured.first.op_type in str(measured)
     assert type(measured).load(measured.save(tmp_path / "steps.json")) == measured
-    assert "Each operation given the NPU" in measured._repr_html_()
+    assert "Each operation given what the NPU" in measured._repr_html_()
     assert sum(measured.outputs[0].counts) == 4 * 4 * 20 * 33
 
 
