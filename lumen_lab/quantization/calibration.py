@@ -18,7 +18,7 @@ from lumen_lab.quantization.encoding import encoding_for_range
 from lumen_lab.quantization.fake_quantize import FakeQuantize, First
 from lumen_lab.quantization.npu_graph import NPUGraph
 from lumen_lab.quantization.observers import Observer
-from lumen_lab.quantization.ranges import ENDS_ONLY, LEAST_ERROR, METHODS, PERCENTILE, Seen, chosen_range
+from lumen_lab.quantization.ranges import ENDS_ONLY, LEAST_ERROR, METHODS, MIN_MAX, Seen, chosen_range
 from lumen_lab.quantization.readers import ANYTHING, readers_of
 from lumen_lab.specs import Record
 
@@ -27,6 +27,8 @@ NORMALISED_RANGE = (
     max((1 - mean) / std for mean, std in zip(IMAGENET_MEAN, IMAGENET_STD)),
 )
 """Between what a normalised picture lies, whatever it shows: black to white over all channels."""
+
+CONSTANT = "constant"  # what chose the range of a tensor that does not depend on the picture
 
 NO_PICTURES = "Calibration was given no pictures; give a few dozen that are like those to come."
 
@@ -69,7 +71,7 @@ def calibrate(
     graph: NPUGraph,
     pictures: Iterable,
     *,
-    method: str = PERCENTILE,
+    method: str = MIN_MAX,
     by_reader: bool = True,
     input_range: tuple[float, float] | None = NORMALISED_RANGE,
     progress: bool = True,
@@ -90,11 +92,11 @@ def calibrate(
         digest.update(np.ascontiguousarray(picture.cpu().numpy()).tobytes())
         count += 1
     source, sites, quantisers = input_name(graph), graph.sites(), graph.quantisers
-    known = {source: input_range}
-    rows = [
-        TensorRange(name, sites[name], **set_encoding(quantisers[name], observer, method, known.get(name)))
-        for name, observer in observers.items()
-    ]
+    known, constants = {source: input_range}, constants_of(graph)
+    rows = []
+    for name, observer in observers.items():
+        by = CONSTANT if name in constants else method
+        rows.append(TensorRange(name, sites[name], **set_encoding(quantisers[name], observer, by, known.get(name))))
     return Calibration(method, by_reader, count, digest.hexdigest(), tuple(rows))
 
 
@@ -115,6 +117,12 @@ def observers_of(graph: NPUGraph, method: str, *, by_reader: bool) -> dict[str, 
             shape = node in live and method not in ENDS_ONLY
             found[name] = Observer(readers.get(node.target, ANYTHING), shape=shape)
     return found
+
+
+def constants_of(graph: NPUGraph) -> frozenset[str]:
+    """The quantisers of tensors that do not depend on the picture."""
+    live = live_nodes(graph.graph_module)
+    return frozenset(name for name, node in graph.calls().items() if node not in live)
 
 
 def observed(
@@ -161,8 +169,8 @@ def set_encoding(
     if fixed is not None:
         method, ends = "fixed", fixed
         quantiser.fixed = True
-    elif not observer.shape and method not in ENDS_ONLY:
-        method, ends = "constant", (observer.lowest, observer.highest)
+    elif method == CONSTANT:
+        ends = observer.lowest, observer.highest
     else:
         method, ends = chosen_range(Seen(observer), method, bits=quantiser.bits)
     quantiser.encoding = encoding_for_range(*ends, bits=quantiser.bits)

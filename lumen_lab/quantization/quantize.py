@@ -22,7 +22,7 @@ from lumen_lab.quantization.calibration import (
 from lumen_lab.quantization.capture import capture
 from lumen_lab.quantization.npu_graph import NPUGraph
 from lumen_lab.quantization.placing import put_quantisers, widths_in_words
-from lumen_lab.quantization.ranges import PERCENTILE
+from lumen_lab.quantization.ranges import MIN_MAX
 from lumen_lab.quantization.rules import TABLE
 from lumen_lab.rewrites.plan import inputs_for
 from lumen_lab.specs import files_sha256
@@ -36,7 +36,7 @@ def quantize(
     calibration: Iterable,
     *,
     example: Tensor | None = None,
-    method: str = PERCENTILE,
+    method: str = MIN_MAX,
     bits: Mapping[str, int] | None = None,
     output: str = "mask",
     by_reader: bool = True,
@@ -46,10 +46,10 @@ def quantize(
 
     ``calibration``: a few dozen pictures like those to come: batches or dicts of normalised tensors, or images, which
     are resized (``calibrate``). ``example`` (1, 3, H, W) gives the size; by default the network's own. ``method``: how
-    ranges are chosen (``ranges.METHODS``, or "least_error"). ``bits``: a width, 8 or 16, for operations by name.
-    ``output``: "mask" puts a sigmoid behind the network, so that its integers are the mask in steps of 1/256; "logits"
-    leaves it. ``by_reader``: ranges by what reads a tensor. The weights are copied, ``model`` stays as it is; what was
-    found is the graph's ``calibration``.
+    ranges are chosen (``ranges.METHODS``, or "least_error"; docs/quantization.md compares them). ``bits``: a width, 8
+    or 16, for operations by name. ``output``: "mask" puts a sigmoid behind the network, so that its integers are the
+    mask in steps of 1/256; "logits" leaves it. ``by_reader``: ranges by what reads a tensor. The weights are copied,
+    ``model`` stays as it is; what was found is the graph's ``calibration``.
 
     ``QuantizationError`` for no pictures, one of another size or with NaN, a network in training mode or without a
     size, and for an operation without a rule.

@@ -135,11 +135,11 @@ def divergence(counts: np.ndarray, first: int, last: int, *, levels: int) -> flo
     return float(np.sum(p[known] * np.log(p[known] / np.maximum(q[known], 1e-12))))
 
 
-PERCENTILE = "percentile"
+MIN_MAX = "min_max"
 METHODS: Mapping[str, Callable[[Seen, int], Range]] = {
-    "min_max": min_max,
+    MIN_MAX: min_max,
     "moving_average": moving_average,
-    PERCENTILE: percentile,
+    "percentile": percentile,
     "mse": mse,
     "entropy": entropy,
 }
@@ -149,7 +149,7 @@ LEAST_ERROR = "least_error"
 The error is that on the tensor's histogram, as its reader sees it. It is not the network's: what a range clips is an
 error of one sign in a few places, which later sums do not average out as they do with rounding."""
 
-ENDS_ONLY = ("min_max", "moving_average")
+ENDS_ONLY = (MIN_MAX, "moving_average")
 """Those that need no histogram."""
 
 

@@ -79,7 +79,7 @@ def test_weights_keep_their_names_and_the_network_its_state(net, images, example
 
 def test_what_it_was_made_from(net, images, example):
     first = quantize(net, images, example=example, progress=False).made_from
-    assert first["calibration_pictures"] == "4" and first["calibration_method"] == "percentile, by reader"
+    assert first["calibration_pictures"] == "4" and first["calibration_method"] == "min_max, by reader"
     assert (first["network"], first["weights_sha256"]) == ("Net", weights_sha256(net))
     assert first["rewrites"] == "none" and first["bits"] == "8" and first["input_shapes"] == "1x3x8x12"
     again = quantize(net, (image for image in images), example=example, progress=False).made_from

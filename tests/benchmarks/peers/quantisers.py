@@ -89,30 +89,53 @@ def onnxruntime_qnn(task: Task) -> None:
 
 
 def torchao_pt2e(task: Task) -> None:
-    """torchao's PT2E with the quantiser that it brings (for x86), as ONNX through ``torch.onnx.export``."""
+    """torchao's PT2E, as ONNX through ``torch.onnx.export``.
+
+    The quantiser that it brings (X86InductorQuantizer) refuses this graph: "Input partition has more than one output
+    node". So every operation is annotated alike here, which is the least that PT2E leaves to its user: outputs uint8,
+    weights int8 per channel.
+    """
     import torch
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
-    from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
-        X86InductorQuantizer,
-        get_default_x86_inductor_quantization_config,
-    )
 
     import lumen_lab as lab
 
     student = lab.rewrite(lab.load_network(task["preset"], weights=task["weights"]), plan_of(task)).model
     pictures = [torch.from_numpy(picture) for picture in batches(task)]
     start()
-    exported = torch.export.export(student, (pictures[0],)).module()
-    quantizer = X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config())
-    prepared = prepare_pt2e(exported, quantizer)
+    prepared = prepare_pt2e(torch.export.export(student, (pictures[0],)).module(), every_operation())
     with torch.no_grad():
         for picture in pictures:
             prepared(picture)
     converted = convert_pt2e(prepared, fold_quantize=False)
-    names = {"input_names": ["image"], "output_names": ["logits"]}
-    torch.onnx.export(
-        converted, (pictures[0],), task["out"], dynamo=True, opset_version=20, external_data=False, **names
-    )
+    how = {"dynamo": True, "opset_version": 20, "external_data": False}
+    torch.onnx.export(converted, (pictures[0],), task["out"], input_names=["image"], output_names=["logits"], **how)
+
+
+def every_operation():
+    """A PT2E quantiser for the output of every operation on floats, and the weights of convs and linears."""
+    import torch
+    from torchao.quantization.pt2e import MinMaxObserver, PerChannelMinMaxObserver
+    from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec, Quantizer
+
+    activation = QuantizationSpec(torch.uint8, MinMaxObserver, 0, 255, torch.per_tensor_affine)
+    weight = QuantizationSpec(torch.int8, PerChannelMinMaxObserver, -127, 127, torch.per_channel_symmetric, ch_axis=0)
+    weighted = (torch.ops.aten.conv2d.default, torch.ops.aten.linear.default)
+
+    class EveryOperation(Quantizer):
+        def annotate(self, model):
+            for node in model.graph.nodes:
+                value = node.meta.get("val")
+                if node.op != "call_function" or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                    continue
+                weights = {node.args[1]: weight} if node.target in weighted else {}
+                node.meta["quantization_annotation"] = QuantizationAnnotation(weights, activation, _annotated=True)
+            return model
+
+        def validate(self, model):
+            pass
+
+    return EveryOperation()
 
 
 def aimet(task: Task) -> None:
