@@ -26,11 +26,12 @@ from lumen_lab.specs import tool_versions, write_whole
 
 
 @torch.no_grad()
-def against_float(graph: NPUGraph, pictures: list[Tensor]) -> dict[str, float]:
-    """SQNR of the logits and mean difference of the mask over all pictures."""
-    with graph.in_float():
-        reference = torch.cat([graph(picture) for picture in pictures])
-    sqnr_db, mask = compared(reference, torch.cat([graph(picture) for picture in pictures]))
+def against_float(graph: NPUGraph, pictures: list[Tensor], *, reference: NPUGraph | None = None) -> dict[str, float]:
+    """SQNR of the logits and mean difference of the mask over all pictures, against a graph (this one) in float."""
+    reference = graph if reference is None else reference
+    with reference.in_float():
+        expected = torch.cat([reference(picture) for picture in pictures])
+    sqnr_db, mask = compared(expected, torch.cat([graph(picture) for picture in pictures]))
     return {"logits_sqnr_db": round(sqnr_db, 2), "mask_difference": round(mask, 5)}
 
 
