@@ -100,6 +100,10 @@ class Traffic(Record):
     def vtcm_write_bytes(self) -> int:
         return sum(op.vtcm_write_bytes for op in self.ops)
 
+    def __str__(self) -> str:
+        read, written = self.dram_read_bytes / 1e6, self.dram_write_bytes / 1e6
+        return f"DRAM: {read:.1f} MB read, {written:.1f} MB written; {self.tiles:,} tiles"
+
     def rows(self) -> list[dict[str, object]]:
         """The totals, one dict a figure."""
         return [

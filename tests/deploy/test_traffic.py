@@ -119,6 +119,11 @@ def test_traffic_comes_back_from_disk_the_same(folder):
         Traffic.load(folder / "traffic.json")
 
 
+def test_in_words_it_is_its_totals():
+    traffic = Traffic((OpTraffic(0, "a", "Conv2d", 8532, 10_000_000, 2_500_000, 30, 40),), ())
+    assert str(traffic) == "DRAM: 10.0 MB read, 2.5 MB written; 8,532 tiles"
+
+
 def test_names_are_escaped_in_the_notebook():
     page = Traffic((OpTraffic(0, "a", "Conv2d", 1, 10, 20, 30, 40, site="<script>"),), ())._repr_html_()
     assert "&lt;script&gt;" in page and "<script>" not in page
