@@ -57,6 +57,7 @@ def quantize(
     if output not in OUTPUTS:
         raise QuantizationError(f"output='{output}' was asked for; there are 'mask' (with a sigmoid) and 'logits'.")
     check_method(method)
+    check_float32(model)
     example = example_for(model, example)
     pictures = looked_into(calibration, tuple(example.shape[-2:]))
     graph = placed(model, example, bits=bits, output=output)
@@ -94,6 +95,18 @@ def append_sigmoid(graph: fx.GraphModule) -> None:
 def outermost(node: fx.Node) -> dict[str, tuple[str, str]]:
     """The first entry of a node's stack of modules: the network itself."""
     return dict(list((node.meta.get("nn_module_stack") or {}).items())[:1])
+
+
+def check_float32(model: nn.Module) -> None:
+    """``QuantizationError`` for a network whose weights are no float32, and for one that is quantised already."""
+    if isinstance(model, NPUGraph):
+        raise QuantizationError("This is an NPU graph already; calibrate(graph, pictures) sets its ranges anew.")
+    other = next((p.dtype for p in model.parameters() if p.dtype != torch.float32), None)
+    if other is not None:
+        raise QuantizationError(
+            f"{model_name(model)} computes in {str(other).removeprefix('torch.')}; integers are counted in float32: "
+            "give model.float()."
+        )
 
 
 def example_for(model: nn.Module, example: Tensor | None) -> Tensor:

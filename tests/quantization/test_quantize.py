@@ -165,3 +165,12 @@ class TestRefusals:
             quantize(net, images, example=example, output="alpha", progress=False)
         with pytest.raises(QuantizationError, match="No calibration method 'best'"):
             quantize(net, images, example=example, method="best", progress=False)
+
+
+def test_other_precisions_and_graphs_are_refused(net, images, example):
+    graph = quantize(net, images, example=example, progress=False)
+    with pytest.raises(QuantizationError, match="an NPU graph already; calibrate"):
+        quantize(graph, images, example=example)
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        with pytest.raises(QuantizationError, match=r"computes in (b?float\d\d); integers .* give model.float\(\)"):
+            quantize(copy.deepcopy(net).to(dtype), images, example=example.to(dtype))
