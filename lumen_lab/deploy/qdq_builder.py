@@ -122,7 +122,8 @@ class QdqBuilder:
         return dequantised(name)
 
     def _constant(self, name: str, steps: Tensor, scale: Tensor, dtype: type, *, axis: int) -> None:
-        values = steps.cpu().double().numpy().astype(dtype)
+        ends = np.iinfo(dtype)
+        values = steps.cpu().double().clamp(ends.min, ends.max).numpy().astype(dtype)
         scales = scale.cpu().numpy().astype(np.float32)
         given = self._encoding(name, scales, np.zeros(scales.shape, dtype))
         attributes = {"axis": axis} if scales.ndim else {}

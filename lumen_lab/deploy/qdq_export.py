@@ -13,6 +13,7 @@ from lumen_lab.deploy.onnx_export import OPSET, TOOLS, write_proto
 from lumen_lab.deploy.qdq_builder import QdqBuilder, ShapesAndConstants, dequantised, integers_of
 from lumen_lab.deploy.qdq_ops import PARTS_ONLY, emit
 from lumen_lab.errors import ExportError
+from lumen_lab.quantization.capture import device_of
 from lumen_lab.quantization.node_rules import op_name, rule_of
 from lumen_lab.quantization.npu_graph import NPUGraph
 from lumen_lab.quantization.placing import QUANTISER
@@ -45,23 +46,21 @@ def export_qdq(graph: NPUGraph, path: str | Path, *, output_name: str | None = N
 
 @torch.no_grad()
 def built(graph: NPUGraph, *, float_ends: bool = False) -> QdqBuilder:
-    """All operations of the graph, for one image."""
+    """All operations of the graph, for one image; ``ExportError`` for one that does not compute in float32."""
     module = graph.graph_module
-    image = next(node for node in module.graph.nodes if node.op == "placeholder")
+    kinds = {tensor.dtype for tensor in (*module.parameters(), *module.buffers()) if tensor.is_floating_point()}
+    if other := sorted(str(kind).removeprefix("torch.") for kind in kinds - {torch.float32}):
+        raise ExportError(
+            f"The graph has weights or scales in {other[0]}; integers are counted in float32: .float() it."
+        )
     run = ShapesAndConstants(module)
-    shape = image.meta["val"].shape[1:] if "val" in image.meta else (3, *graph.size)
-    run.run(torch.zeros(1, *shape, device=device_of(module)))
+    run.run(torch.zeros(1, graph.channels, *graph.size, device=device_of(module)))
     build = QdqBuilder(module, run)
     for node in module.graph.nodes:
         if node in run.live:
             build.now = node.args[0] if node.op == "call_module" else node
             write(build, node, float_ends=float_ends)
     return build
-
-
-def device_of(module: torch.nn.Module) -> torch.device:
-    """Where its weights are."""
-    return next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
 
 
 def write(build: QdqBuilder, node: fx.Node, *, float_ends: bool) -> None:

@@ -32,10 +32,13 @@ def emits(*names: str) -> Callable[[Emitter], Emitter]:
 def emit(build: QdqBuilder, node: fx.Node) -> str:
     """Write one operation; ``ExportError`` with its site if nobody said how."""
     if op_name(node) not in EMITTERS:
-        raise ExportError(
-            f"{op_name(node)} at '{site_of(node) or '(network)'}' has no ONNX form in integers; add an emitter."
-        )
+        raise ExportError(f"{op_name(node)} at {where(node)} has no ONNX form in integers; add an emitter.")
     return EMITTERS[op_name(node)](build, node)
+
+
+def where(node: fx.Node) -> str:
+    """A node's site, for a sentence."""
+    return f"'{site_of(node) or '(network)'}'"
 
 
 def given(node: fx.Node, place: int, keyword: str, default=None):
@@ -230,7 +233,7 @@ def pad(build: QdqBuilder, node: fx.Node) -> str:
     before, after = amounts[0::2][::-1], amounts[1::2][::-1]
     rest = [0] * (rank - len(before))
     if given(node, 2, "mode", "constant") != "constant" or given(node, 3, "value") not in (None, 0, 0.0):
-        raise ExportError(f"The padding at '{site_of(node)}' is not of zeros, which alone are exact in every encoding.")
+        raise ExportError(f"The padding at {where(node)} is not of zeros, which alone are exact in every encoding.")
     pads = build.integers(f"{node.name}_pads", [*rest, *before, *rest, *after])
     return build.add("Pad", [build.value(node.args[0]), pads], node)
 
@@ -238,6 +241,8 @@ def pad(build: QdqBuilder, node: fx.Node) -> str:
 @emits("aten.roll.default")
 def roll(build: QdqBuilder, node: fx.Node) -> str:
     """One axis after the other: the end is put in front."""
+    if len(node.args) < 3:
+        raise ExportError(f"The roll at {where(node)} takes all axes as one; say which with dims=.")
     value, encoding, stages = build.value(node.args[0]), build.encoding(node), list(zip(node.args[1], node.args[2]))
     for stage, (shift, axis) in enumerate(stages):
         axis = axis_of(build, node, axis)
@@ -265,7 +270,7 @@ def max_pool(build: QdqBuilder, node: fx.Node) -> str:
     kernel = two(node.args[1])
     strides, padding = two(given(node, 2, "stride") or kernel), two(given(node, 3, "padding", 0))
     if two(given(node, 4, "dilation", 1)) != [1, 1] or given(node, 5, "ceil_mode", False):
-        raise ExportError(f"Max pooling at '{site_of(node)}' is dilated or rounds its size up; none such is written.")
+        raise ExportError(f"Max pooling at {where(node)} is dilated or rounds its size up; none such is written.")
     return build.add(
         "MaxPool", [build.value(node.args[0])], node, kernel_shape=kernel, strides=strides, pads=padding * 2
     )
@@ -277,7 +282,7 @@ def grid_sample(build: QdqBuilder, node: fx.Node) -> str:
     mode, padding, align = node.args[2:5]
     if (mode, padding) != (BILINEAR, ZEROS):
         raise ExportError(
-            f"The grid sampling at '{site_of(node)}' is of mode {mode} with padding {padding}; only bilinear (0) with "
+            f"The grid sampling at {where(node)} is of mode {mode} with padding {padding}; only bilinear (0) with "
             "zeros outside (0) was measured on the NPU."
         )
     return build.add(

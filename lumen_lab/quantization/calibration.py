@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from lumen_lab.errors import QuantizationError
 from lumen_lab.images import IMAGENET_MEAN, IMAGENET_STD, check_image, to_network_input
-from lumen_lab.quantization.capture import live_nodes
+from lumen_lab.quantization.capture import device_of, live_nodes
 from lumen_lab.quantization.encoding import encoding_for_range
 from lumen_lab.quantization.fake_quantize import FakeQuantize, First
 from lumen_lab.quantization.npu_graph import NPUGraph
@@ -133,11 +133,11 @@ def observed(
     Yields each picture afterwards, and (low, high) of it alone in every observer. ``total``: how many batches come.
     """
     others = {name: First() for name in graph.calls() if name not in observers}
-    device = next((parameter.device for parameter in graph.parameters()), torch.device("cpu"))
+    device = device_of(graph)
     count = 0
     with graph.put_in_place({**observers, **others}), torch.no_grad():
         for batch in tqdm(pictures, total=total, desc="Calibrating", unit="batch", leave=False, disable=not progress):
-            for picture in checked_batch(batch, graph.size, number=count):
+            for picture in checked_batch(batch, graph.size, channels=graph.channels, number=count):
                 graph(picture.to(device))
                 ends = {name: observer.end_picture() for name, observer in observers.items()}
                 check_finite(graph, ends, number=count)
@@ -184,7 +184,7 @@ def input_name(graph: NPUGraph) -> str:
     return next(node.name for node in graph.graph_module.graph.nodes if node.op == "placeholder")
 
 
-def checked_batch(batch: object, size: tuple[int, int], *, number: int = 0) -> Iterator[Tensor]:
+def checked_batch(batch: object, size: tuple[int, int], *, channels: int = 3, number: int = 0) -> Iterator[Tensor]:
     """The pictures of a batch one by one, (1, C, H, W); ``QuantizationError`` for one that cannot be calibrated on."""
     values = batch["image"] if isinstance(batch, Mapping) else batch
     if isinstance(values, np.ndarray) and values.dtype == np.uint8:
@@ -194,7 +194,12 @@ def checked_batch(batch: object, size: tuple[int, int], *, number: int = 0) -> I
         raise QuantizationError(
             f"A calibration picture is a normalised float tensor (B, 3, H, W) or an image (uint8 H×W×3); found {found}."
         )
-    values = values if values.ndim == 4 else values[None]
+    values = (values if values.ndim == 4 else values[None]).float()
+    if values.shape[1] != channels:
+        raise QuantizationError(
+            f"Calibration picture {number} has {values.shape[1]} channels, the network takes {channels}; a grey one is "
+            "repeated: x.expand(-1, 3, -1, -1)."
+        )
     if tuple(values.shape[-2:]) != tuple(size):
         raise QuantizationError(
             f"Calibration picture {number} is {values.shape[-2]} × {values.shape[-1]}, the network takes {size[0]} × "

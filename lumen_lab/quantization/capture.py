@@ -10,6 +10,7 @@ import copy
 import operator
 import warnings
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 from torch import Tensor, fx, nn
@@ -35,6 +36,7 @@ def capture(model: nn.Module, example: Tensor) -> fx.GraphModule:
             "The network is in training mode, where dropout and batch statistics are live; call .eval()."
         )
     program = exported(model, example)
+    check_one_output(program, model_name(model))
     module = program.module()
     graph = fx.GraphModule(module, module.graph)  # a plain one, which can be copied and pickled
     for node in list(graph.graph.nodes):
@@ -49,7 +51,7 @@ def capture(model: nn.Module, example: Tensor) -> fx.GraphModule:
 def exported(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
     """The exported program of a copy (it shares its weights with what it was made from), its batch left open."""
     batch = torch.export.Dim("batch", min=1, max=LARGEST_BATCH)
-    pair = torch.cat([example, example])  # a batch of one would be taken for a constant
+    pair = torch.cat([example, example]).to(device_of(model))  # a batch of one would be taken for a constant
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
@@ -59,6 +61,16 @@ def exported(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
         raise QuantizationError(
             f"{model_name(model)} cannot be exported with an open batch: {reason[0][:300] if reason else error!r}."
         ) from error
+
+
+def check_one_output(program: torch.export.ExportedProgram, name: str) -> None:
+    """``QuantizationError`` for a network that returns several tensors, or one in a tuple, list or dict."""
+    outputs = program.call_spec.out_spec
+    if not outputs.is_leaf():
+        raise QuantizationError(
+            f"{name} is asked for one output, a tensor; this one has {outputs.num_leaves} in a "
+            f"{outputs.type.__name__}: wrap it to return its logits."
+        )
 
 
 def simplify(graph: fx.GraphModule, node: fx.Node) -> None:
@@ -121,13 +133,25 @@ def fold_constants(graph: fx.GraphModule) -> None:
 
 def replace_by_buffer(graph: fx.GraphModule, node: fx.Node, value: Tensor) -> None:
     """A buffer of the graph in place of ``node``."""
-    name = f"constant_{node.name}"
+    name = unused_name(graph, f"constant_{node.name}")
     graph.register_buffer(name, value.detach().clone())
     with graph.graph.inserting_before(node):
         read = graph.graph.get_attr(name)
     read.meta = dict(node.meta)
     node.replace_all_uses_with(read)
     graph.graph.erase_node(node)
+
+
+def unused_name(graph: fx.GraphModule, name: str) -> str:
+    """``name``, lengthened until nothing in the network is called so."""
+    while hasattr(graph, name):
+        name += "_"
+    return name
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where its weights are, or else its buffers."""
+    return next((one.device for one in chain(module.parameters(), module.buffers())), torch.device("cpu"))
 
 
 def attribute(graph: fx.GraphModule, target: str) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lumen_lab.quantization.encoding import SMALLEST_SCALE, Encoding
 
 WEIGHT_STEPS = 127  # int8 without −128, so that a weight and its negative are both exact
+BIAS_STEPS = 2**30  # of int32, so that there is room for the sum
 
 
 class _ToGrid(torch.autograd.Function):
@@ -113,10 +114,18 @@ class First(nn.Module):
         return value
 
 
-def weight_scale(weight: Tensor, axis: int) -> Tensor:
-    """One symmetric scale for each channel of ``axis``, shaped to broadcast over the weight."""
+def weight_scale(weight: Tensor, axis: int, *biases: Tensor) -> Tensor:
+    """One symmetric scale for each channel of ``axis``, shaped to broadcast over the weight.
+
+    ``biases``: bias, input scale, and so on for every call. A bias is counted in input scale × weight scale, and lost
+    where that is too small for int32: of a channel without weights, or of inputs that are as good as zero. There the
+    scale is as large as the bias needs, and weights that make no difference become 0.
+    """
     others = [dim for dim in range(weight.ndim) if dim != axis]
-    return (weight.detach().abs().amax(others, keepdim=True) / WEIGHT_STEPS).clamp_min(SMALLEST_SCALE)
+    scale = (weight.detach().abs().amax(others, keepdim=True) / WEIGHT_STEPS).clamp_min(SMALLEST_SCALE)
+    for bias, input_scale in zip(biases[::2], biases[1::2], strict=True):
+        scale = torch.maximum(scale, (bias.detach().abs() / (input_scale.detach() * BIAS_STEPS)).view_as(scale))
+    return scale
 
 
 def bias_scale(input_scale: Tensor, weight_scale: Tensor) -> Tensor:

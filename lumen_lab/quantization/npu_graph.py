@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
 
 from lumen_lab.errors import QuantizationError
-from lumen_lab.quantization.capture import depends_on, site_of
+from lumen_lab.quantization.capture import depends_on, device_of, site_of
 from lumen_lab.quantization.encoding import encoding_for_range
 from lumen_lab.quantization.fake_quantize import FakeQuantize, First
 from lumen_lab.quantization.placing import QUANTISER
@@ -40,6 +41,23 @@ class NPUGraph(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         return self.graph_module(image)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> NPUGraph:
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def __reduce_ex__(self, protocol: int) -> NoReturn:
+        raise QuantizationError(
+            "An NPU graph is not pickled, which would lose its sites; keep it with save_graph(graph, path) and "
+            "load_graph(path, model) of lumen_lab.quantization.graph_file, or copy.deepcopy it."
+        )
+
+    @property
+    def channels(self) -> int:
+        """Of the image, as the network was captured."""
+        image = next(node for node in self.graph_module.graph.nodes if node.op == "placeholder")
+        return int(image.meta["val"].shape[1]) if "val" in image.meta else 3
 
     @property
     def ends_in_mask(self) -> bool:
@@ -180,6 +198,7 @@ class PartialRun(fx.Interpreter):
 
     def __init__(self, graph: NPUGraph):
         super().__init__(graph.graph_module)
+        self.channels = graph.channels
         self.nodes = list(graph.graph_module.graph.nodes)
         self.open = depends_on(graph.graph_module, lambda node: node.op == "placeholder")
         self.off: Container[str] = ()
@@ -230,8 +249,7 @@ class PartialRun(fx.Interpreter):
     @torch.no_grad()
     def element_counts(self, size: tuple[int, int]) -> dict[fx.Node, int]:
         """How many numbers each tensor that depends on the input has, for one picture of ``size`` (H, W)."""
-        device = next(self.module.parameters()).device
-        values, counts = self.start(image=torch.zeros(1, 3, *size, device=device)), {}
+        values, counts = self.start(image=torch.zeros(1, self.channels, *size, device=device_of(self.module))), {}
         for node in self.nodes[:-1]:
             self.advance(values, [node])
             if node in self.open and isinstance(values.get(node), Tensor):

@@ -14,14 +14,14 @@ import torch
 from torch import fx, nn
 
 from lumen_lab.errors import QuantizationError
-from lumen_lab.quantization.capture import live_nodes, site_of
+from lumen_lab.quantization.capture import attribute, device_of, live_nodes, site_of, unused_name
 from lumen_lab.quantization.encoding import Encoding, unit_encoding
 from lumen_lab.quantization.fake_quantize import BiasQuantize, FakeQuantize, WeightQuantize, weight_scale
 from lumen_lab.quantization.node_rules import fused_into, op_name, rule_of
 from lumen_lab.quantization.rules import INPUT, OWN, TIED, UNIT, OpRule
 
 QUANTISER = "quantiser_"
-ONE = "one_step"  # the second factor of a bias's steps where there is only one
+ONE = f"{QUANTISER}1"  # the second factor of a bias's steps where there is only one
 WIDTHS = (8, 16)
 SCALARS = ("aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor")  # whose second operand may be a number
 
@@ -33,14 +33,32 @@ def put_quantisers(graph: fx.GraphModule, *, bits: Mapping[str, int] | None = No
     operation without a rule, and for widths of what has none.
     """
     live, widths = live_nodes(graph), checked_widths(graph, bits or {})
+    check_captured(graph, live)
     for node in [node for node in graph.graph.nodes if node in live]:
         if node.op == "placeholder":
             follow(graph, node, FakeQuantize(Encoding(1.0, 0, widths.get(node.name, 8))))
         elif node.op == "call_function":
             put_around(graph, node, live, widths)
+    device = device_of(graph)
+    for module in graph.children():
+        if isinstance(module, FakeQuantize):
+            module.to(device)
     graph.graph.lint()
     graph.recompile()
     return graph
+
+
+def check_captured(graph: fx.GraphModule, live: set[fx.Node]) -> None:
+    """``QuantizationError`` for a graph that computes nothing, or with names that quantisers have."""
+    (result, *_) = next(node for node in graph.graph.nodes if node.op == "output").all_input_nodes or (None,)
+    if result not in live or result.op == "placeholder":
+        raise QuantizationError("The network returns nothing that is computed from its image; there are no integers.")
+    taken = next((name for name, _ in graph.named_children() if name.startswith(QUANTISER)), None)
+    if taken is not None:
+        raise QuantizationError(
+            f"The network has a module '{taken}'; names that begin with '{QUANTISER}' are those of "
+            "quantisers: give it another."
+        )
 
 
 def without_quantisers(graph: fx.GraphModule) -> fx.GraphModule:
@@ -66,7 +84,7 @@ def put_around(graph: fx.GraphModule, node: fx.Node, live: set[fx.Node], widths:
     if rule.weight is not None:
         quantise_weights(graph, node, rule)
     if rule.shared_with_inputs:
-        share_with_inputs(graph, node)
+        share_with_inputs(graph, node, live)
 
 
 def checked_widths(graph: fx.GraphModule, bits: Mapping[str, int]) -> Mapping[str, int]:
@@ -111,6 +129,8 @@ def fused_from(node: fx.Node) -> fx.Node | None:
 def refuse_what_is_not_written(node: fx.Node, rule: OpRule, live: set[fx.Node]) -> None:
     """``QuantizationError`` for forms of an operation that its rule does not cover."""
     where = f"{op_name(node)} at '{site_of(node) or '(network)'}'"
+    if str(node.target) in SCALARS and not all(isinstance(one, int | float) or is_tensor(one) for one in node.args):
+        raise QuantizationError(f"{where} computes with the size of the batch, which is open; write it as a number.")
     if node.kwargs.get("alpha", 1) != 1:
         raise QuantizationError(f"{where} multiplies its second operand by alpha; write the product as an operation.")
     if rule.weight is None:
@@ -118,8 +138,10 @@ def refuse_what_is_not_written(node: fx.Node, rule: OpRule, live: set[fx.Node]) 
     weight = node.args[rule.weight] if len(node.args) > rule.weight else None
     if weight is None:
         raise QuantizationError(f"{where} has no weight, which its rule wants; give it one of ones.")
-    if weight in live:
-        raise QuantizationError(f"{where} has a weight computed from the input; only constant ones have a rule.")
+    if weight in live or any(bias in live for bias in node.args[rule.bias : rule.bias + 1]):
+        raise QuantizationError(
+            f"{where} has a weight or bias computed from the input; only constant ones have a rule."
+        )
 
 
 # What an operation reads
@@ -128,14 +150,10 @@ def refuse_what_is_not_written(node: fx.Node, rule: OpRule, live: set[fx.Node]) 
 def number_as_tensor(graph: fx.GraphModule, node: fx.Node) -> None:
     """A number as second operand becomes a buffer, which can be quantised."""
     if str(node.target) in SCALARS and isinstance(node.args[1], int | float):
-        name = f"constant_{node.name}"
+        name = unused_name(graph, f"constant_{node.name}")
         graph.register_buffer(name, torch.tensor(float(node.args[1]), device=device_of(graph)))
         with graph.graph.inserting_before(node):
             node.update_arg(1, graph.graph.get_attr(name))
-
-
-def device_of(graph: fx.GraphModule) -> torch.device | None:
-    return next((weight.device for weight in graph.parameters()), None)
 
 
 def quantise_operands(graph: fx.GraphModule, node: fx.Node, rule: OpRule, live: set[fx.Node], width: int) -> None:
@@ -156,6 +174,11 @@ def replaced(argument: object, put: Mapping[fx.Node, fx.Node]) -> object:
 def operand(graph: fx.GraphModule, reader: fx.Node, other: fx.Node, width: int, live: set[fx.Node]) -> fx.Node:
     """``other`` as ``reader`` reads it, on a grid of ``width`` bits; what is put in is shared by all who read it so."""
     is_constant = other.op != "call_module" and other not in live
+    if is_constant and other.op == "get_attr" and not attribute(graph, other.target).isfinite().all():
+        raise QuantizationError(
+            f"The constant '{other.target}', read at '{site_of(reader) or '(network)'}', holds infinity or NaN, "
+            "for which there are no integers; a mask is written with finite numbers, such as -100."
+        )
     if not is_constant and (fused_from(reader) is other or encoding_bits(graph, other) == width):
         return other
     name = other.args[0].name if other.op == "call_module" else other.name
@@ -173,7 +196,12 @@ def tensors(argument: object) -> Iterator[fx.Node]:
     """The nodes of one argument that stand for tensors."""
     found: list[fx.Node] = []
     fx.map_arg(argument, found.append)
-    return (node for node in found if not isinstance(node.meta.get("val"), torch.SymInt | int))
+    return (node for node in found if is_tensor(node))
+
+
+def is_tensor(node: object) -> bool:
+    """Whether an argument is a node that stands for a tensor, and for no size."""
+    return isinstance(node, fx.Node) and not isinstance(node.meta.get("val"), torch.SymInt | int)
 
 
 def encoding_source(node: fx.Node) -> fx.Node:
@@ -220,11 +248,20 @@ def quantise_bias(graph: fx.GraphModule, node: fx.Node, rule: OpRule, weight: fx
         scales = f"{QUANTISER}{node.name}.scale", ONE
     else:
         scales = f"{encoding_source(node.args[0]).target}.scale", f"{weight.target}.scale"
+        leave_room(graph, weight, node.args[rule.bias], scales[0])
     factors = [graph.graph.get_attr(scales[0])]
     factors.append(weight.args[1] if rule.axis is not None else graph.graph.get_attr(scales[1]))
     bias = graph.graph.call_module(place, (node.args[rule.bias], *factors))
     bias.meta = dict(node.meta)
     node.update_arg(rule.bias, bias)
+
+
+def leave_room(graph: fx.GraphModule, weight: fx.Node, bias: fx.Node, input_scale: str) -> None:
+    """The weight's scale depends on a bias and on what it is multiplied by: ``weight_scale``."""
+    scale = weight.args[1]
+    with graph.graph.inserting_before(scale):
+        given = bias if bias.op != "get_attr" else graph.graph.get_attr(bias.target)
+        scale.args = (*scale.args, given, graph.graph.get_attr(input_scale))
 
 
 # What it returns
@@ -240,18 +277,32 @@ def quantise_output(graph: fx.GraphModule, node: fx.Node, rule: OpRule, width: i
         follow(graph, node, FakeQuantize(Encoding(1.0, 0, width)))
 
 
-def share_with_inputs(graph: fx.GraphModule, node: fx.Node) -> None:
-    """What an operation wrote for ``node`` alone gets the encoding of ``node``'s output, and none of its own."""
+def share_with_inputs(graph: fx.GraphModule, node: fx.Node, live: set[fx.Node]) -> None:
+    """What an operation wrote for ``node`` alone, moved on the way or not, gets the encoding of ``node``'s output, and
+    none of its own."""
     shared = getattr(graph, QUANTISER + node.name)
     for operand_node in tensors(node.args):
-        writer = operand_node.args[0] if operand_node.op == "call_module" else None
-        if writer is None or writer.op != "call_function" or operand_node.target != QUANTISER + writer.name:
+        quantiser = written_for_one(operand_node)
+        writer = quantiser.args[0] if quantiser is not None else None
+        if writer not in live or writer.op != "call_function" or quantiser.target != QUANTISER + writer.name:
             continue
-        rule, own = rule_of(writer), getattr(graph, operand_node.target)
-        alone = len(operand_node.users) == 1 and not rule.bias_in_output_steps
-        if alone and rule.output == OWN and own.bits == shared.bits:
-            graph.delete_submodule(operand_node.target)
-            operand_node.target = QUANTISER + node.name
+        if rule_of(writer).output == OWN and getattr(graph, quantiser.target).bits == shared.bits:
+            replace_quantiser(graph, quantiser.target, QUANTISER + node.name)
+
+
+def replace_quantiser(graph: fx.GraphModule, before: str, after: str) -> None:
+    """Another quantiser wherever ``before`` is called, and where a bias is counted in its steps."""
+    graph.delete_submodule(before)
+    for node in graph.graph.nodes:
+        if node.target in (before, f"{before}.scale"):
+            node.target = node.target.replace(before, after, 1)
+
+
+def written_for_one(node: fx.Node) -> fx.Node | None:
+    """The quantiser whose value is read as ``node`` and by nothing else, behind movements that are seen through."""
+    while node.op == "call_function" and rule_of(node).seen_through and len(node.users) == 1:
+        node = node.args[0]
+    return node if node.op == "call_module" and len(node.users) == 1 else None
 
 
 def follow(graph: fx.GraphModule, node: fx.Node, module: nn.Module) -> fx.Node:

@@ -59,7 +59,7 @@ def quantize(
     check_method(method)
     check_float32(model)
     example = example_for(model, example)
-    pictures = looked_into(calibration, tuple(example.shape[-2:]))
+    pictures = looked_into(calibration, example)
     graph = placed(model, example, bits=bits, output=output)
     found = calibrate(graph, pictures, method=method, by_reader=by_reader, progress=progress)
     graph.calibration, graph.made_from = found, made_from(model, found, output=output, size=graph.size, bits=bits or {})
@@ -120,13 +120,13 @@ def example_for(model: nn.Module, example: Tensor | None) -> Tensor:
     return found[:1]
 
 
-def looked_into(pictures: Iterable, size: tuple[int, int]) -> Iterable:
-    """The pictures, the first of them checked before anything that takes long."""
+def looked_into(pictures: Iterable, example: Tensor) -> Iterable:
+    """The pictures, which must be of the example's size, the first of them checked before anything that takes long."""
     iterator = iter(pictures)
     first = next(iterator, None)
     if first is None:
         raise QuantizationError(NO_PICTURES)
-    for picture in checked_batch(first, size):
+    for picture in checked_batch(first, tuple(example.shape[-2:]), channels=example.shape[1]):
         check_normalised(picture)
     return pictures if hasattr(pictures, "__len__") else chain([first], iterator)
 

@@ -22,7 +22,9 @@ class OpRule(Record):
     ``weight`` and ``bias`` are places among the arguments, ``axis`` that of the weight's scales (None: one scale).
     ``unsigned_weight``: uint8, as layer norm has it. ``bias_in_output_steps``: the NPU rounds the bias to whole steps
     of the output, so it is counted in those; else in input scale × weight scale. ``fuses_relu``: no quantiser between
-    it and a ReLU. ``shared_with_inputs``: an input that nothing else reads is written in the encoding of the output.
+    it and a ReLU.
+    ``shared_with_inputs``: an input that nothing else reads is written in the encoding of the output, also where it is
+    moved on the way by operations that are ``seen_through``.
 
     ``eight_bits``: places among the arguments that are read in 8 bits, whatever the operation's width.
 
@@ -40,6 +42,7 @@ class OpRule(Record):
     bias_in_output_steps: bool = False
     fuses_relu: bool = False
     shared_with_inputs: bool = False
+    seen_through: bool = False
     eight_bits: tuple[int, ...] = ()
     off_by_one: float = 0.0
 

@@ -1,6 +1,6 @@
 """Equalised weights, corrected biases: ``python tests/benchmarks/corrections.py --json OUT.json [--sources SOURCES]``.
 
-Neither is in the library: this measures what they would gain on micro under ``LUMEN_PLAN``, 8 bits, min-max ranges.
+Neither is in the library: this measures what they would gain on micro, all 8 bits, min-max ranges by reader.
 
 - Equalisation (Nagel et al., 2019, equation 11): a channel between two convs is scaled so that its weights have the
   same range before and behind it; a ReLU between them lets any positive factor through.
@@ -15,6 +15,7 @@ import copy
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -114,42 +115,48 @@ def correct_biases(graph: NPUGraph, pictures: list[Tensor], *, inputs: bool) -> 
     return len(calls)
 
 
+def plan_rows(plan: str, pictures: list[Tensor], held_out: list[Tensor]) -> Iterator[dict[str, object]]:
+    """A row for the graph as it is, and one for each way to change its weights."""
+    student = lab.rewrite(lab.load_network("micro"), getattr(lab, plan)).model
+    graph = lab.quantize(student, pictures, output="logits", progress=False)
+    changes = {
+        "neither": lambda changed: 0,
+        "weights equalised": equalise,
+        "biases corrected, weights rounded": partial(correct_biases, pictures=pictures, inputs=False),
+        "biases corrected, weights and inputs rounded": partial(correct_biases, pictures=pictures, inputs=True),
+    }
+    for what, change in changes.items():
+        changed = copy.deepcopy(graph)
+        layers = change(changed)
+        calibrate(changed, pictures, progress=False)
+        yield {"plan": plan, "what": what, "layers": layers, **against_float(changed, held_out, reference=graph)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", default="LUMEN_PLAN")
+    parser.add_argument("--plans", nargs="+", default=["EXACT_PLAN", "LUMEN_PLAN", "LEAN_PLAN"])
     parser.add_argument("--pictures", type=int, default=32)
     parser.add_argument("--held-out", type=int, default=32)
     parser.add_argument("--sources", type=Path, help="photographs of the bench; without, scenes are drawn")
     parser.add_argument("--json", type=Path, required=True)
     asked = parser.parse_args()
     bank = open_sources(asked.sources) if asked.sources else drawn_sources()
-    network = lab.load_network("micro")
-    shown, test = (
-        ComposedScenes(bank, split=split, size=network.config.image_size, length=length, seed=seed)
-        for seed, (split, length) in enumerate([("train", asked.pictures), ("test", asked.held_out)])
+    size = lab.load_network("micro").config.image_size
+    pictures, held_out = (
+        [scenes[number]["image"][None] for number in range(len(scenes))]
+        for scenes in (
+            ComposedScenes(bank, split="train", size=size, length=asked.pictures, seed=0),
+            ComposedScenes(bank, split="test", size=size, length=asked.held_out, seed=1),
+        )
     )
-    pictures, held_out = ([scenes[i]["image"][None] for i in range(len(scenes))] for scenes in (shown, test))
-    student = lab.rewrite(network, getattr(lab, asked.plan)).model
-    graph = lab.quantize(student, pictures, output="logits", progress=False)
     rows = []
-
-    def note(what: str, changed: NPUGraph, layers: int) -> None:
-        rows.append({"what": what, "layers": layers, **against_float(changed, held_out, reference=graph)})
-        print(rows[-1], file=sys.stderr)
-
-    note("neither", graph, 0)
-    equal = copy.deepcopy(graph)
-    count = equalise(equal)
-    calibrate(equal, pictures, progress=False)
-    note("weights equalised", equal, count)
-    for words, inputs in (("weights rounded", False), ("weights and inputs rounded", True)):
-        corrected = copy.deepcopy(graph)
-        count = correct_biases(corrected, pictures, inputs=inputs)
-        calibrate(corrected, pictures, progress=False)
-        note(f"biases corrected, {words}", corrected, count)
+    for plan in asked.plans:
+        for row in plan_rows(plan, pictures, held_out):
+            rows.append(row)
+            print(row, file=sys.stderr)
     header = {
         "command": " ".join(["python", "tests/benchmarks/corrections.py", *sys.argv[1:]]),
-        "network": f"micro under {asked.plan}, trained weights of the float network, 8 bits, min-max by reader",
+        "network": "micro, trained weights of the float network, 8 bits, min-max by reader, output in logits",
         "scenes": "composed of photographs" if asked.sources else "drawn",
         "versions": tool_versions("torch"),
     }

@@ -75,6 +75,23 @@ def test_a_channel_of_zeros_has_a_scale():
     assert float(weight_scale(torch.zeros(2, 3), 0).min()) > 0
 
 
+def test_a_scale_leaves_room_for_every_bias_and_is_else_that_of_the_weight():
+    weight = torch.tensor([[0.0, 0.0], [1e-12, 0.0], [0.5, 0.1]])
+    bias, more = torch.tensor([0.3, -2.0, 1.0]), torch.tensor([0.6, 0.0, 0.0])
+    small, tiny = torch.tensor(0.02), torch.tensor(2.0**-100)
+    alone = weight_scale(weight, 0)
+    scale = weight_scale(weight, 0, bias, small, more, small)
+    assert float(scale[2]) == float(alone[2]) and (scale[:2] > alone[:2]).all()
+    for one, given in ((bias, small), (more, small)):
+        steps = one / bias_scale(given, scale)
+        assert float(steps.abs().max()) <= 2**30
+        assert torch.allclose(BiasQuantize()(one, given, scale), one, rtol=1e-6, atol=0.02 * 0.5 / 127)
+    behind_zeros = weight_scale(weight, 0, bias, tiny)
+    assert torch.allclose(BiasQuantize()(bias, tiny, behind_zeros), bias)
+    assert torch.equal(WeightQuantize()(weight, behind_zeros), torch.zeros_like(weight))
+    assert not torch.allclose(BiasQuantize()(bias, tiny, alone), bias)  # saturated, as without room
+
+
 def test_a_bias_stands_in_steps_of_input_times_weight_scale():
     input_scale, weights = torch.tensor(0.25), torch.tensor([[0.5], [0.125]])
     bias = torch.tensor([1.01, -0.99])

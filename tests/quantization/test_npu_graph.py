@@ -1,6 +1,8 @@
 """The NPU's graph as a module: copied, saved, moved, trained, its weights those of the network by name."""
 
 import copy
+import io
+import pickle
 
 import pytest
 import torch
@@ -259,6 +261,20 @@ def test_a_partial_run_is_the_run_in_pieces(graph, image):
         with graph.in_float(["relu", "first_weight"] if off else []):
             assert torch.equal(values[run.result], graph(image))
         assert set(values) & run.open == {run.result}  # what nobody reads any more is dropped
+
+
+def test_it_is_not_pickled_but_kept_and_copied(graph, image):
+    for keep in (pickle.dumps, lambda one: torch.save(one, io.BytesIO())):
+        with pytest.raises(QuantizationError, match=r"save_graph\(graph, path\)"):
+            keep(graph)
+    assert torch.equal(copy.deepcopy(nn.Sequential(graph))(image), graph(image))
+
+
+def test_a_network_without_weights_has_elements_and_channels():
+    graph = calibrated(capture(nn.ReLU().eval(), torch.zeros(1, 5, *SIZE)))
+    assert graph.channels == 5
+    counts = PartialRun(graph).element_counts(SIZE)
+    assert {node.name: count for node, count in counts.items()}["relu"] == 5 * 96
 
 
 def test_elements_are_counted_for_one_picture(graph):

@@ -109,6 +109,24 @@ def test_the_student_at_its_own_size(tiny_student, tiny_captured, monkeypatch):
     assert mask.shape == reference.shape and float((mask - reference).abs().mean()) < 0.05
 
 
+def test_pictures_of_another_precision_are_read(net, images, example):
+    pictures = inputs(images)
+    first, second = (
+        quantize(net, [one], example=example, progress=False).calibration.tensors
+        for one in (pictures, pictures.double())
+    )
+    assert first == second
+
+
+@pytest.mark.parametrize("value", [-2.1, 0.0, 2.2])
+def test_pictures_of_one_colour_give_the_network_of_that_colour(net, example, value):
+    picture = torch.full((1, 3, *SIZE), value)
+    graph = quantize(net, [picture], example=example, output="logits", progress=False)
+    with torch.no_grad():
+        reference = net(picture)
+        assert float((graph(picture) - reference).abs().max()) < 0.03 * float(reference.abs().max())
+
+
 def test_doors_are_open():
     assert lumen_lab.quantize is quantize
     assert lumen_lab.export_qdq.__module__ == "lumen_lab.deploy.qdq_export"
@@ -131,6 +149,7 @@ class TestRefusals:
             ([], "no pictures"),
             ([torch.zeros(1, 3, 8, 10)], "picture 0 is 8 × 10"),
             ([torch.full((1, 3, *SIZE), torch.nan)], "holds NaN"),
+            ([torch.zeros(1, 1, *SIZE)], "picture 0 has 1 channels, the network takes 3; a grey one is repeated"),
             ([torch.full((1, 3, *SIZE), 200.0)], "goes from 200 to 200, a normalised one lies between -2.12 and 2.64"),
         ],
     )
@@ -156,9 +175,10 @@ class TestRefusals:
         with pytest.raises(QuantizationError, match=r"aten\.cumsum\.default .*has no rule"):
             quantize(Norm().eval(), images, example=example, progress=False)
 
-    def test_two_outputs_are_no_mask(self, images, example):
-        with pytest.raises(QuantizationError, match="this one has 2"):
-            quantize(TwoOutputs().eval(), images, example=example, progress=False)
+    @pytest.mark.parametrize("output", ["mask", "logits"])
+    def test_two_outputs(self, images, example, output):
+        with pytest.raises(QuantizationError, match="this one has 2 in a tuple: wrap it"):
+            quantize(TwoOutputs().eval(), images, example=example, output=output, progress=False)
 
     def test_an_unknown_output_or_method(self, net, images, example):
         with pytest.raises(QuantizationError, match="'alpha' was asked for; there are 'mask'"):
