@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor, fx
+from torch.utils._pytree import tree_map_only
 
 from lumen_lab.auditing.onnx_join import CLASSES
 from lumen_lab.deploy.model_file import SCOPES
@@ -22,7 +23,11 @@ if TYPE_CHECKING:
 
 
 class ShapesAndConstants(fx.Interpreter):
-    """Runs a graph once and keeps each tensor's shape, and the value of what does not depend on the input."""
+    """Runs a graph once and keeps each tensor's shape, and the value of what does not depend on the input.
+
+    What depends on the input has a shape here and no values ("meta"), so that no memory and next to no time is spent
+    on it.
+    """
 
     def __init__(self, graph: fx.GraphModule):
         super().__init__(graph)
@@ -37,6 +42,19 @@ class ShapesAndConstants(fx.Interpreter):
         if node not in self.live:
             self.constants[node] = value
         return value
+
+    def fetch_args_kwargs_from_env(self, node: fx.Node) -> tuple[tuple, dict]:
+        given = super().fetch_args_kwargs_from_env(node)
+        return tree_map_only(Tensor, without_values, given) if node in self.live else given
+
+    def call_module(self, target: str, args: tuple, kwargs: dict) -> object:
+        """A quantiser: its value has the shape of what it quantises."""
+        return args[0] if args[0].is_meta else super().call_module(target, args, kwargs)
+
+
+def without_values(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape and type that holds nothing."""
+    return tensor.to("meta")
 
 
 @dataclass

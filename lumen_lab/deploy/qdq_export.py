@@ -13,7 +13,6 @@ from lumen_lab.deploy.onnx_export import OPSET, TOOLS, write_proto
 from lumen_lab.deploy.qdq_builder import QdqBuilder, ShapesAndConstants, dequantised, integers_of
 from lumen_lab.deploy.qdq_ops import PARTS_ONLY, emit
 from lumen_lab.errors import ExportError
-from lumen_lab.quantization.capture import device_of
 from lumen_lab.quantization.node_rules import op_name, rule_of
 from lumen_lab.quantization.npu_graph import NPUGraph
 from lumen_lab.quantization.placing import QUANTISER
@@ -54,7 +53,7 @@ def built(graph: NPUGraph, *, float_ends: bool = False) -> QdqBuilder:
             f"The graph has weights or scales in {other[0]}; integers are counted in float32: .float() it."
         )
     run = ShapesAndConstants(module)
-    run.run(torch.zeros(1, graph.channels, *graph.size, device=device_of(module)))
+    run.run(torch.empty(1, graph.channels, *graph.size, device="meta"))
     build = QdqBuilder(module, run)
     for node in module.graph.nodes:
         if node in run.live:

@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,8 @@ def compiled(path: Path, chip: str, folder: Path) -> dict[str, object]:
         "cpu_nodes": len(report.cpu_nodes),
         "qnn_ops": len(report.ops),
         "float_ops": len(report.float_ops),
+        "float_kinds": dict(Counter(op.kind for op in report.float_ops).most_common(6)),
+        "cpu_kinds": dict(Counter(node.op_type for node in report.cpu_nodes).most_common(6)),
         "silent_faults": len(report.silent_faults),
         "int8_mac_share": report.int8_mac_share and round(report.int8_mac_share, 4),
         "dram_mb": round((report.traffic.dram_read_bytes + report.traffic.dram_write_bytes) / 1e6, 2),
@@ -120,7 +123,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=QUANTISERS, default=list(QUANTISERS))
     parser.add_argument("--plan", default="EXACT_PLAN")
     parser.add_argument("--chip", default="SM8850")
-    parser.add_argument("--pictures", type=int, default=32)
+    parser.add_argument("--pictures", type=int, default=64)
     parser.add_argument("--held-out", type=int, default=60)
     parser.add_argument("--sources", type=Path, help="photographs of the bench; without, scenes are drawn")
     parser.add_argument("--work", type=Path, default=Path("build/quantizers"))

@@ -1,14 +1,15 @@
 """One quantiser, timed: ``python -m tests.benchmarks.peers.quantisers NAME TASK.json``, run by ``quantizers.py``.
 
 ``TASK.json`` says where the float network (ONNX, and preset and plan to make it in torch), the calibration pictures
-(``.npy``, normalised, N×3×H×W) and the result are. Prints seconds and peak memory as JSON. The methods are each
-quantiser's defaults for this NPU where it has such; min-max where it leaves the choice.
+(``.npy``, normalised, N×3×H×W) and the result are. Prints seconds, seconds of processor time (a busy machine makes the
+first longer, hardly the second) and peak memory as JSON. The methods are each quantiser's defaults for this NPU where
+it has such; min-max where it leaves the choice.
 """
 
 from __future__ import annotations
 
 import json
-import resource
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -68,6 +69,7 @@ def onnxruntime_plain(task: Task) -> None:
     """onnxruntime's ``quantize_static`` with weights per channel."""
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
 
+    one_thread()
     start()
     quantize_static(
         task["model"],
@@ -85,6 +87,7 @@ def onnxruntime_qnn(task: Task) -> None:
     from onnxruntime.quantization import QuantType, quantize
     from onnxruntime.quantization.execution_providers.qnn import get_qnn_qdq_config, qnn_preprocess_model
 
+    one_thread()
     start()
     prepared = str(Path(task["out"]).with_suffix(".prepared.onnx"))
     changed = qnn_preprocess_model(task["model"], prepared)
@@ -99,8 +102,8 @@ def torchao_pt2e(task: Task) -> None:
     """torchao's PT2E, as ONNX through ``torch.onnx.export``.
 
     The quantiser that it brings (X86InductorQuantizer) refuses this graph: "Input partition has more than one output
-    node". So every operation is annotated alike here, which is the least that PT2E leaves to its user: outputs uint8,
-    weights int8 per channel.
+    node". So every operation is annotated alike here, which is the least that PT2E leaves to its user: the image and
+    all outputs uint8, weights int8 per channel. Biases, and factors and shifts of layer norms, stay float.
     """
     import torch
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
@@ -114,13 +117,13 @@ def torchao_pt2e(task: Task) -> None:
     with torch.no_grad():
         for picture in pictures:
             prepared(picture)
-    converted = convert_pt2e(prepared, fold_quantize=False)
+    converted = convert_pt2e(prepared)
     how = {"dynamo": True, "opset_version": 20, "external_data": False}
     torch.onnx.export(converted, (pictures[0],), task["out"], input_names=["image"], output_names=["logits"], **how)
 
 
 def every_operation():
-    """A PT2E quantiser for the output of every operation on floats, and the weights of convs and linears."""
+    """A PT2E quantiser for the image, the output of every operation on floats, and the weights of convs and linears."""
     import torch
     from torchao.quantization.pt2e import MinMaxObserver, PerChannelMinMaxObserver
     from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec, Quantizer
@@ -133,7 +136,8 @@ def every_operation():
         def annotate(self, model):
             for node in model.graph.nodes:
                 value = node.meta.get("val")
-                if node.op != "call_function" or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                computed = node.op in ("placeholder", "call_function")
+                if not computed or not isinstance(value, torch.Tensor) or not value.is_floating_point():
                     continue
                 weights = {node.args[1]: weight} if node.target in weighted else {}
                 node.meta["quantization_annotation"] = QuantizationAnnotation(weights, activation, _annotated=True)
@@ -148,6 +152,8 @@ def every_operation():
 def aimet(task: Task) -> None:
     """AIMET for ONNX, with its settings for this NPU."""
     import onnx
+
+    one_thread()
     from aimet_onnx.quantsim import QuantizationSimModel
 
     start()
@@ -164,32 +170,57 @@ QUANTISERS: dict[str, Callable[[Task], None]] = {
     "torchao PT2E": torchao_pt2e,
     "AIMET": aimet,
 }
-LAPS: dict[str, float] = {}
+LAPS: dict[str, tuple[float, float]] = {}
+
+
+def one_thread() -> None:
+    """Sessions that onnxruntime makes from now on have one thread; it does not read OMP_NUM_THREADS."""
+    import onnxruntime
+
+    class OneThread(onnxruntime.SessionOptions):
+        def __init__(self):
+            super().__init__()
+            self.intra_op_num_threads = 1
+
+    onnxruntime.SessionOptions = OneThread
 
 
 def start() -> None:
     """From here on time counts: what was loaded and made before is each quantiser's input."""
-    LAPS["start"] = time.perf_counter()
+    lap("start")
 
 
 def lap(name: str) -> None:
     """A part of the work is done."""
-    LAPS[name] = time.perf_counter()
+    LAPS[name] = time.perf_counter(), time.process_time()
+
+
+def seconds() -> dict[str, object]:
+    """Wall and processor time from the start to the last lap, and of each part if there are several."""
+    found = {}
+    for clock, kind in enumerate(("s", "cpu_s")):
+        at = [lap[clock] for lap in LAPS.values()]
+        found[kind] = round(at[-1] - at[0], 2)
+        if len(at) > 2:
+            found[f"parts_{kind}"] = {name: round(b - a, 2) for name, a, b in zip(list(LAPS)[1:], at, at[1:])}
+    return found
 
 
 def main() -> None:
     name, task = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
     QUANTISERS[name](task)
-    seconds = time.perf_counter() - LAPS["start"]
-    ends = list(LAPS.values())
-    parts = {name: round(end - before, 2) for name, end, before in zip(list(LAPS)[1:], ends[1:], ends)}
-    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3  # kilobytes on Linux
-    print(
-        "\n"
-        + json.dumps(
-            {"s": round(seconds, 2), **({"parts_s": parts} if parts else {}), "peak_memory_mb": round(peak_mb)}
-        )
-    )
+    if len(LAPS) == 1:
+        lap("end")
+    print("\n" + json.dumps(seconds() | {"peak_memory_mb": round(peak_memory_mb())}))
+
+
+def peak_memory_mb() -> float:
+    """The most that this process has held since it was started, of Linux.
+
+    ``ru_maxrss`` begins at what the *parent* held, which here has a network and its export in memory.
+    """
+    kilobytes = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]
+    return int(kilobytes) * 1024 / 1e6
 
 
 if __name__ == "__main__":
