@@ -24,7 +24,8 @@ from lumen_lab.quantization.quantize import quantize
 SIZE = (8, 12)
 ROUNDING = 1e-5  # of a scale: two libraries add float32 products in different orders
 
-SAME = {"image", "relu", "conv2d_1", "mul", "layer_norm", "linear", "mean", "mul_1", "mul_2", "conv2d_3"}
+SAME = {"image", "relu", "layer_norm", "linear", "mean"}
+SAME |= {"mul", "mul_1", "mul_2", "mul_3", "conv2d_1", "conv2d_2", "conv2d_3"}
 """Activations for which both have the rule "uint8 over what occurred"."""
 
 ON_PURPOSE = {
@@ -174,12 +175,12 @@ def weight_differences(ours, theirs):
     found = set()
     for layer, name in WEIGHTS.items():
         mine, expected = ours[integers_of(name)], theirs[f"{layer}.weight_quantized"]
-        scales = ours[f"{name}_scale"], theirs[f"{layer}.weight_scale"]
-        if mine.shape != expected.shape or scales[0].shape != scales[1].shape or mine.dtype != expected.dtype:
+        scale, their_scale = ours[f"{name}_scale"], theirs[f"{layer}.weight_scale"]
+        if (mine.shape, mine.dtype, scale.shape) != (expected.shape, expected.dtype, their_scale.shape):
             found.add(layer)
-        elif not np.allclose(*scales, rtol=ROUNDING, atol=0) or np.abs(mine.astype(int) - expected).max() > 1:
-            found.add(layer)
-        elif (mine == expected).mean() < 0.99:
+            continue
+        apart = np.abs(mine.astype(int) - expected)
+        if not np.allclose(scale, their_scale, rtol=ROUNDING, atol=0) or apart.max() > 1 or (apart > 0).mean() > 0.01:
             found.add(layer)
     return found
 
@@ -252,27 +253,35 @@ def test_a_pictures_range_is_known_and_not_observed_on_purpose(graph, theirs, pi
 
 @pytest.fixture(scope="module")
 def aimets(float_model, pictures):
-    """AIMET's encodings of activations by name: min-max, unsigned, no settings of an NPU."""
+    """AIMET's encodings of activations by name: min-max, unsigned, no settings of an NPU.
+
+    Its weights stay in float here: by default it looks at activations with the weights rounded already, as nothing
+    else here does, and its ranges are then up to a hundredth away.
+    """
     pytest.importorskip("aimet_onnx", reason="AIMET is not installed: pip install aimet-onnx (the peers extra)")
     from aimet_onnx.quantsim import QuantizationSimModel
 
-    sim = QuantizationSimModel(
-        onnx.load(float_model), quant_scheme="min_max", param_type="int8", activation_type="int8"
-    )
+    widths = {"param_type": "int8", "activation_type": "int8"}
+    sim = QuantizationSimModel(onnx.load(float_model), quant_scheme="min_max", **widths)
+    for name in sim.param_names:
+        sim.qc_quantize_op_dict[name].enabled = False
     sim.compute_encodings([{"image": picture.numpy()} for picture in pictures.split(1)])
     found = {}
     for name, quantiser in sim.qc_quantize_op_dict.items():
-        encodings = quantiser.get_encodings()
-        if encodings and len(encodings) == 1:
+        encodings = quantiser.get_encodings() if quantiser.enabled else None
+        if encodings:
             found[name] = SimpleNamespace(scale=encodings[0].delta, zero_point=-round(encodings[0].offset))
     return found
 
 
 def test_ranges_of_activations_are_aimets(graph, aimets):
-    quantisers = graph.quantisers
-    shared = SAME & set(aimets)
-    assert {"image", "conv2d_1", "mul", "layer_norm", "linear"} <= shared
-    for name in shared:
-        encoding = quantisers[name].encoding
+    found = {name: graph.quantisers[name].encoding for name in SAME & set(aimets)}
+    assert SAME - set(found) <= {"conv2d_3"}  # its name for what leaves the network is another
+    for name, encoding in found.items():
         assert encoding.scale == pytest.approx(aimets[name].scale, rel=ROUNDING), name
         assert encoding.zero_point == aimets[name].zero_point, name
+
+
+def test_a_range_that_is_not_aimets_is_seen(graph, aimets):
+    spoiled = nudged(graph.quantisers["mul"].encoding, "a thousandth wider")
+    assert spoiled.scale != pytest.approx(aimets["mul"].scale, rel=ROUNDING)
