@@ -45,7 +45,9 @@ class ShapesAndConstants(fx.Interpreter):
 
     def fetch_args_kwargs_from_env(self, node: fx.Node) -> tuple[tuple, dict]:
         given = super().fetch_args_kwargs_from_env(node)
-        return tree_map_only(Tensor, without_values, given) if node in self.live else given
+        if node not in self.live or self.live.issuperset(node.all_input_nodes):
+            return given
+        return tree_map_only(Tensor, without_values, given)
 
     def call_module(self, target: str, args: tuple, kwargs: dict) -> object:
         """A quantiser: its value has the shape of what it quantises."""
