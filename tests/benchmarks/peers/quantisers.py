@@ -82,7 +82,7 @@ def onnxruntime_plain(task: Task) -> None:
     )
 
 
-def onnxruntime_qnn(task: Task) -> None:
+def onnxruntime_qnn(task: Task, *, overrides: Callable[[str], dict] = lambda model: {}) -> None:
     """onnxruntime's own settings for this NPU: ``qnn_preprocess_model``, ``get_qnn_qdq_config``."""
     from onnxruntime.quantization import QuantType, quantize
     from onnxruntime.quantization.execution_providers.qnn import get_qnn_qdq_config, qnn_preprocess_model
@@ -92,10 +92,23 @@ def onnxruntime_qnn(task: Task) -> None:
     prepared = str(Path(task["out"]).with_suffix(".prepared.onnx"))
     changed = qnn_preprocess_model(task["model"], prepared)
     source = prepared if changed else task["model"]
-    config = get_qnn_qdq_config(
-        source, Pictures(task), activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8, per_channel=True
-    )
+    types = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8}
+    config = get_qnn_qdq_config(source, Pictures(task), **types, per_channel=True, init_overrides=overrides(source))
     quantize(source, task["out"], config)
+
+
+def onnxruntime_overridden(task: Task) -> None:
+    """The same by someone who knows what HTP refuses: factors of layer norms unsigned, one scale for all channels."""
+    onnxruntime_qnn(task, overrides=unsigned_factors)
+
+
+def unsigned_factors(model: str) -> dict[str, list[dict[str, object]]]:
+    """onnxruntime's ``TensorQuantOverrides`` for the factor of every layer norm in a file."""
+    import onnx
+    from onnxruntime.quantization import QuantType
+
+    norms = [node for node in onnx.load(model).graph.node if node.op_type == "LayerNormalization"]
+    return {norm.input[1]: [{"quant_type": QuantType.QUInt8}] for norm in norms}
 
 
 def torchao_pt2e(task: Task) -> None:
@@ -167,6 +180,7 @@ QUANTISERS: dict[str, Callable[[Task], None]] = {
     "lumen_lab": lumen_lab,
     "onnxruntime": onnxruntime_plain,
     "onnxruntime for QNN": onnxruntime_qnn,
+    "onnxruntime for QNN, overridden": onnxruntime_overridden,
     "torchao PT2E": torchao_pt2e,
     "AIMET": aimet,
 }
