@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +16,21 @@ from lumen_lab.network.checkpoints import reason
 from lumen_lab.specs import replacing
 
 
+class Keeps(Protocol):
+    """Whatever has a state besides weights, to be kept with them."""
+
+    def state(self) -> dict[str, object]: ...
+
+    def load_state(self, state: Mapping[str, object]) -> None: ...
+
+
 @dataclass(frozen=True)
 class TrainingState:
     """Everything that the next step depends on. ``run``: recipe, precision and number of processes.
 
     ``average`` is the state dict of the averaged weights; ``scaler`` scales the loss in float16, else None.
     ``made_from`` names what the run began with, in words; a checkpoint that does not say is taken at its word.
+    ``task`` has a state of its own, of tensors, numbers and texts.
     """
 
     run: Mapping[str, object]
@@ -29,6 +39,7 @@ class TrainingState:
     average: Mapping[str, Tensor]
     scaler: torch.amp.GradScaler | None = None
     made_from: Mapping[str, str] = field(default_factory=dict)
+    task: Keeps | None = None
 
 
 def save_state(path: Path, state: TrainingState, step: int) -> None:
@@ -37,6 +48,7 @@ def save_state(path: Path, state: TrainingState, step: int) -> None:
     dicts = {name: part.state_dict() for name, part in parts.items() if part is not None}
     with replacing(path) as temporary:
         rest = {"made_from": dict(state.made_from), "average": dict(state.average)}
+        rest["task"] = state.task.state() if state.task else {}
         torch.save({**state.run, "step": step, **dicts, **rest}, temporary)
 
 
@@ -56,6 +68,8 @@ def load_state(path: Path, state: TrainingState) -> int:
             state.scaler.load_state_dict(saved["scaler"])
         for name, value in saved["average"].items():
             state.average[name].copy_(value)
+        if state.task is not None:
+            state.task.load_state(saved.get("task", {}))
         return saved["step"]
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise ArtifactError(

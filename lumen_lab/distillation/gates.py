@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +16,31 @@ from torch import Tensor, nn
 from lumen_lab.errors import LumenError
 from lumen_lab.taps import tap
 
-GATES = {
-    "deep": "decoder.gdt_convs_attn_4",
-    "middle": "decoder.gdt_convs_attn_3",
-    "shallow": "decoder.gdt_convs_attn_2",
-}
+
+@dataclass(frozen=True)
+class Gate:
+    """Where a gate is: the module at ``path`` returns its logits (N, 1, h, w), that at ``branch`` the features (N, C,
+    h, w) it multiplies, and that at ``joins`` (None: nothing) the features (N, C, H, W) to which they are then added,
+    resized. ``own`` are the modules that only serve this gate and its branch."""
+
+    path: str
+    branch: str
+    joins: str | None = None
+    own: tuple[str, ...] = ()
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Every module whose output tells of the gate."""
+        return tuple(path for path in (self.path, self.branch, self.joins) if path)
+
+
+def birefnet_gate(level: int) -> Gate:
+    """The gate of one decoder block of a BiRefNet, 4 (deepest) to 2."""
+    path, branch = f"decoder.gdt_convs_attn_{level}", f"decoder.decoder_block{level}"
+    return Gate(path, branch, f"decoder.lateral_block{level}", (path, f"decoder.gdt_convs_{level}", branch))
+
+
+GATES = {"deep": birefnet_gate(4), "middle": birefnet_gate(3), "shallow": birefnet_gate(2)}
 ALIVE = (0.1, 0.9)
 """A gate is alive while its mean over pictures and pixels is within these."""
 KEPT_WITHIN = (0.2, 0.8)
@@ -32,8 +53,8 @@ def gate_maps(network: nn.Module) -> Iterator[dict[str, Tensor]]:
     maps: dict[str, Tensor] = {}
     handles = []
     try:
-        for name, path in GATES.items():
-            gate = network.get_submodule(path)
+        for name, place in GATES.items():
+            gate = network.get_submodule(place.path)
             handles.append(gate.register_forward_hook(_recorder(name, maps)))
         yield maps
     finally:
@@ -68,11 +89,11 @@ def gate_rows(network: nn.Module, images: Iterable[Tensor]) -> list[dict[str, ob
         )
     maps: dict[str, list[Tensor]] = {name: [] for name in GATES}
     for image in images:
-        with tap(network, GATES.values()) as taps, torch.no_grad():
+        with tap(network, [gate.path for gate in GATES.values()]) as taps, torch.no_grad():
             network(image[None])
-        for name, path in GATES.items():
-            maps[name].append(torch.sigmoid(taps[path].outputs[0]))
-    return [_row(name, GATES[name], found) for name, found in maps.items()]
+        for name, gate in GATES.items():
+            maps[name].append(torch.sigmoid(taps[gate.path].outputs[0]))
+    return [_row(name, GATES[name].path, found) for name, found in maps.items()]
 
 
 def _row(name: str, path: str, maps: list[Tensor]) -> dict[str, object]:

@@ -15,13 +15,24 @@ from lumen_lab.network.decoder import SideOutputs, resize
 
 
 @dataclass(frozen=True)
-class LossWeights:
-    """Weight of each term. The published general weights were trained with 30, 0.5, 10, 100 (FP32, 1024 px)."""
+class MaskWeights:
+    """Weight of each term of a mask. The published general weights had 30, 0.5, 10 and 100 (FP32, 1024 px)."""
 
     bce: float = 1.0
     iou: float = 1.0
     ssim: float = 0.5
     mae: float = 1.0
+
+    @property
+    def any(self) -> bool:
+        """Whether a mask costs anything."""
+        return any((self.bce, self.iou, self.ssim, self.mae))
+
+
+@dataclass(frozen=True)
+class LossWeights(MaskWeights):
+    """Those of the masks, and of a BiRefNet's own heads."""
+
     gradient: float = 0.5
     gate: float = 0.0  # of lumen_lab.distillation.gates.gate_loss
 
@@ -61,14 +72,35 @@ def gradient_target(image: Tensor, mask: Tensor) -> Tensor:
     return (edges * near).clamp(0, 1)
 
 
-def mask_loss(logits: Tensor, mask: Tensor, weights: LossWeights) -> dict[str, Tensor]:
-    """The four weighted terms of one side output, with the mask at the logits' size."""
+def boundary_weight(mask: Tensor, strength: float, *, width_px: int = 5) -> Tensor:
+    """1 + strength · (highest − lowest mask value within a square of ``width_px``): the pixels at and beside an edge
+    count more, a soft edge by how far it goes."""
+    margin = width_px // 2
+    highest = F.max_pool2d(mask, width_px, stride=1, padding=margin)
+    lowest = -F.max_pool2d(-mask, width_px, stride=1, padding=margin)
+    return 1 + strength * (highest - lowest)
+
+
+def mask_loss(
+    logits: Tensor, mask: Tensor, weights: MaskWeights, *, pixel_weight: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The four weighted terms of one side output, with the mask (N, 1, H, W) at the logits' size.
+
+    BCE and MAE are means over pixels, weighted by ``pixel_weight`` (N, 1, H, W) where it is given: each picture's own
+    weighted mean, and the mean of those.
+    """
     probability = torch.sigmoid(logits)
+
+    def mean(values: Tensor) -> Tensor:
+        if pixel_weight is None:
+            return values.mean()
+        return ((values * pixel_weight).sum((1, 2, 3)) / pixel_weight.sum((1, 2, 3))).mean()
+
     return {
-        "bce": weights.bce * F.binary_cross_entropy_with_logits(logits, mask),
+        "bce": weights.bce * mean(F.binary_cross_entropy_with_logits(logits, mask, reduction="none")),
         "iou": weights.iou * soft_iou_loss(probability, mask),
         "ssim": weights.ssim * ssim_loss(probability, mask),
-        "mae": weights.mae * (probability - mask).abs().mean(),
+        "mae": weights.mae * mean((probability - mask).abs()),
     }
 
 

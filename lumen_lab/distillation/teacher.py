@@ -26,9 +26,11 @@ from torch import nn
 from lumen_lab.datasets.scenes import ComposedScenes
 from lumen_lab.datasets.sources import SourceBank, open_sources
 from lumen_lab.distillation.checkpoint import read_checkpoint
+from lumen_lab.distillation.loop import CHECKPOINT
 from lumen_lab.distillation.losses import LossWeights
+from lumen_lab.distillation.processes import best_precision
 from lumen_lab.distillation.recipe import Recipe, recipe_record
-from lumen_lab.distillation.training import CHECKPOINT, averaged_network, best_precision, train
+from lumen_lab.distillation.training import averaged_network, train
 from lumen_lab.errors import CheckpointError, LumenError
 from lumen_lab.metrics import score_mask, summarise
 from lumen_lab.network import load_network

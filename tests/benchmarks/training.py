@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader
 
 from lumen_lab.datasets import ComposedScenes, SourceBank
 from lumen_lab.datasets.drawn import drawn_sources
-from lumen_lab.distillation import training
+from lumen_lab.distillation import loop, training
 from lumen_lab.distillation.losses import supervised_loss
 from lumen_lab.distillation.recipe import Recipe
 from lumen_lab.network import load_network
@@ -59,7 +59,7 @@ def scenes_at(bank: SourceBank, size: tuple[int, int]) -> ComposedScenes:
 @contextmanager
 def clocked(cpu: list[float], wall: list[float], waits: list[float], saves: list[float]) -> Iterator[None]:
     """Note how long ``train`` takes for each step, waits for each batch, and takes for each checkpoint."""
-    batches, save_state = training.batches, training.save_state
+    batches, save_state = loop.batches, loop.save_state
 
     def clocked_batches(*given):
         loaded = batches(*given)
@@ -80,7 +80,7 @@ def clocked(cpu: list[float], wall: list[float], waits: list[float], saves: list
         save_state(*given)
         saves.append(time.perf_counter() - started)
 
-    with mock.patch.multiple(training, batches=clocked_batches, save_state=clocked_save):
+    with mock.patch.multiple(loop, batches=clocked_batches, save_state=clocked_save):
         yield
 
 

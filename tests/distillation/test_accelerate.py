@@ -13,8 +13,9 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 
+from lumen_lab.distillation.processes import check_accelerator, check_start
 from lumen_lab.distillation.recipe import Recipe
-from lumen_lab.distillation.training import check_accelerator, check_start, train
+from lumen_lab.distillation.training import train
 from lumen_lab.errors import LumenError
 from tests.distillation.ellipses import Ellipses, equal, kept, new_network, rows
 

@@ -28,8 +28,8 @@ def fixed(network, path, bias):
 
 
 def test_a_constant_gate_by_hand(network, images):
-    for path, bias in zip(GATES.values(), (-25.0, 0.0, 4.0)):
-        fixed(network, path, bias)
+    for gate, bias in zip(GATES.values(), (-25.0, 0.0, 4.0)):
+        fixed(network, gate.path, bias)
     dead, alive, open_ = gate_rows(network, images)
     assert dead["mean"] == pytest.approx(1.3888e-11, rel=1e-3)
     assert (dead["alive"], dead["under_5_percent"]) == (False, 1.0)
@@ -67,12 +67,12 @@ def test_the_loss_by_hand():
 
 
 def test_the_loss_draws_an_open_gate_back_and_leaves_the_alive_ones(network, images):
-    fixed(network, GATES["deep"], 4.0)
-    for path in (GATES["middle"], GATES["shallow"]):
+    fixed(network, GATES["deep"].path, 4.0)
+    for path in (GATES["middle"].path, GATES["shallow"].path):
         fixed(network, path, 0.0)
     with gate_maps(network) as maps:
         network(torch.stack(images))
     gate_loss(maps).backward()
-    gradients = [float(network.get_submodule(path)[0].bias.grad or 0) for path in GATES.values()]
+    gradients = [float(network.get_submodule(gate.path)[0].bias.grad or 0) for gate in GATES.values()]
     assert gradients[0] > 0 and gradients[1:] == [0.0, 0.0]
     assert not any(module._forward_hooks for module in network.modules())

@@ -33,17 +33,30 @@ def test_size_grows_at_its_share_of_the_steps():
 
 
 def test_a_recipe_is_told_apart_by_everything_in_it():
-    assert recipe_record(RECIPE) == recipe_record(dataclasses.replace(RECIPE))
+    recipe = dataclasses.replace(RECIPE, batch=4)
+    assert recipe_record(recipe) == recipe_record(dataclasses.replace(recipe))
     others = {"sizes": ((0.0, (64, 64)),), "weights": LossWeights(iou=2), "dropout": 0.0, "drop_path": 0.0}
-    others["max_attention_logit"] = 30.0
+    others |= {"max_attention_logit": 30.0, "accumulate": 2, "scenes": 100}
     for field in dataclasses.fields(Recipe):
         value = others.get(field.name)
         changed = (
-            value if value is not None else getattr(RECIPE, field.name) + (0.001 if field.name == "ema_decay" else 2)
+            value if value is not None else getattr(recipe, field.name) + (0.001 if field.name == "ema_decay" else 2)
         )
-        other = dataclasses.replace(RECIPE, **{field.name: changed})
-        assert recipe_record(other) != recipe_record(RECIPE), field.name
-        assert recipe_difference(recipe_record(RECIPE), recipe_record(other)).startswith(f"{field.name} ")
+        other = dataclasses.replace(recipe, **{field.name: changed})
+        assert recipe_record(other) != recipe_record(recipe), field.name
+        assert recipe_difference(recipe_record(recipe), recipe_record(other)).startswith(f"{field.name} ")
+
+
+def test_scenes_that_never_end_come_in_order_and_a_few_in_another_order_each_epoch():
+    endless = dataclasses.replace(RECIPE, batch=4)
+    assert [list(endless.scenes_at_step(step)) for step in (0, 3)] == [[0, 1, 2, 3], [12, 13, 14, 15]]
+    few = dataclasses.replace(endless, scenes=6)
+    shown = [scene for step in range(6) for scene in few.scenes_at_step(step)]
+    epochs = [shown[first : first + 6] for first in range(0, 24, 6)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(6))] * 4
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+    assert shown[:4] == list(few.scenes_at_step(0)), "a step's scenes depend on nothing but the recipe and the step"
+    assert shown[:4] != list(dataclasses.replace(few, seed=1).scenes_at_step(0))
 
 
 def test_a_difference_names_what_was_and_what_is():
@@ -59,6 +72,10 @@ def test_a_difference_names_what_was_and_what_is():
     [
         ({"steps": 0}, "steps 0; 1 is the least"),
         ({"batch": 1}, "batch 1; 2 is the least (batch statistics need two scenes)"),
+        ({"batch": 4, "accumulate": 3}, "a batch of 4 in 3 parts; give parts of one size"),
+        ({"batch": 4, "accumulate": 4}, "a batch of 4 in 4 parts; batch statistics need two scenes in each"),
+        ({"accumulate": 0}, "accumulate 0; 1 is the least"),
+        ({"scenes": 0}, "scenes 0; 1 is the least"),
         ({"warmup_steps": -1}, "warmup_steps -1; 0 is the least"),
         ({"learning_rate": 0.0}, "learning_rate 0.0; it is a number above 0"),
         ({"learning_rate": math.nan}, "learning_rate nan; it is a number above 0"),

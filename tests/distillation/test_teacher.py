@@ -15,8 +15,9 @@ from lumen_lab.datasets.drawn import drawn_sources
 from lumen_lab.datasets.scenes import ComposedScenes
 from lumen_lab.distillation import teacher
 from lumen_lab.distillation.checkpoint import save_state
+from lumen_lab.distillation.loop import CHECKPOINT, begin
 from lumen_lab.distillation.recipe import Recipe
-from lumen_lab.distillation.training import CHECKPOINT, begin
+from lumen_lab.distillation.training import SupervisedTask
 from lumen_lab.network import MICRO, load_network
 from lumen_lab.specs import Manifest
 
@@ -154,7 +155,7 @@ def test_a_run_can_go_on_from_weights_and_says_which(tmp_path, trains):
 
 def test_a_run_can_go_on_from_the_average_of_a_checkpoint(tmp_path):
     recipe = dataclasses.replace(teacher.RECIPE, steps=1)
-    state = begin(load_network(MICRO, "golden"), recipe, tmp_path, Accelerator()).state
+    state = begin(SupervisedTask(load_network(MICRO, "golden"), None, recipe), tmp_path, Accelerator()).state
     save_state(tmp_path / CHECKPOINT, state, 1)
     found = teacher.first_network(str(tmp_path / CHECKPOINT), 0).state_dict()
     expected = load_network(MICRO, "golden").state_dict()
@@ -298,7 +299,8 @@ def test_missing_sources_and_a_folder_that_is_a_file_are_refused_in_one_line(tmp
 def test_the_folder_of_another_recipe_is_refused_in_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(teacher, "open_sources", lambda folder: SimpleNamespace(index=Index()))
     recipe = dataclasses.replace(teacher.RECIPE, steps=7)
-    begun = begin(teacher.first_network(None, 0), recipe, tmp_path, Accelerator(mixed_precision="no"))
+    task = SupervisedTask(teacher.first_network(None, 0), None, recipe)
+    begun = begin(task, tmp_path, Accelerator(mixed_precision="no"))
     begun.keep(1)
     begun.close()
     capsys.readouterr()

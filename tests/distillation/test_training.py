@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from lumen_lab.distillation import training
+from lumen_lab.distillation import loop, training
 from lumen_lab.distillation.attention_limit import largest_logits
 from lumen_lab.distillation.gates import GATES
+from lumen_lab.distillation.loop import step_seed, update_average
 from lumen_lab.distillation.losses import LossWeights
 from lumen_lab.distillation.recipe import Recipe
-from lumen_lab.distillation.training import parameter_groups, step_seed, train, update_average
+from lumen_lab.distillation.training import parameter_groups, train
 from lumen_lab.errors import LumenError
 from lumen_lab.network import BiRefNet
 from lumen_lab.network.deform import DeformableConv2d
@@ -76,8 +77,8 @@ def rates(network):
 
 def test_the_recipe_sets_the_dropout_while_training_only(run, tiny_config, monkeypatch):
     seen = []
-    one_step = training.one_step
-    monkeypatch.setattr(training, "one_step", lambda model, *rest: seen.append(rates(model)) or one_step(model, *rest))
+    one_step = loop.one_step
+    monkeypatch.setattr(loop, "one_step", lambda task, *rest: seen.append(rates(task.network)) or one_step(task, *rest))
     own = rates(BiRefNet(tiny_config))
     trained = run("a", dataclasses.replace(RECIPE, dropout=0.125, drop_path=0.0625), stop_after=1)
     assert set(seen[0]) == {0.125, 0.0625} and len(seen[0]) == len(own)
@@ -218,12 +219,32 @@ def test_a_gate_that_has_opened_is_drawn_back_where_the_recipe_says_so(tiny_conf
     """Two runs from one network whose deep gate is open: the weight of the term decides, and only then is it logged."""
     open_gate = new_network(tiny_config)
     with torch.no_grad():
-        open_gate.get_submodule(GATES["deep"])[0].bias.fill_(4.0)
+        open_gate.get_submodule(GATES["deep"].path)[0].bias.fill_(4.0)
     moved = {}
     for name, weight in (("free", 0.0), ("held", 1000.0)):
         recipe = dataclasses.replace(RECIPE, steps=3, ema_decay=0.0, weights=LossWeights(gate=weight))
         trained = train(open_gate, Ellipses, recipe, tmp_path / name, workers=0, log_every=1)
-        moved[name] = 4.0 - float(trained.get_submodule(GATES["deep"])[0].bias.detach())
+        moved[name] = 4.0 - float(trained.get_submodule(GATES["deep"].path)[0].bias.detach())
         assert ("gate" in rows(tmp_path / name)[0]) == bool(weight)
     assert moved["held"] > 0
     assert moved["held"] > moved["free"]
+
+
+def test_a_batch_in_parts_is_the_batch_where_no_statistics_are_taken(tiny_config, tmp_path):
+    """Batch norms, whose statistics are those of a part, are left out of the network; a part that counts double, or
+    is left out, would show."""
+    network = new_network(tiny_config)
+    for module in list(network.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, torch.nn.BatchNorm2d):
+                setattr(module, name, torch.nn.Identity())
+    lines, weights = [], []
+    for name, accumulate in (("whole", 1), ("parts", 2)):
+        recipe = dataclasses.replace(RECIPE, batch=4, steps=1, accumulate=accumulate, dropout=0.0, drop_path=0.0)
+        trained = train(network, Ellipses, recipe, tmp_path / name, workers=0, log_every=1)
+        lines.append(rows(tmp_path / name)[0])
+        weights.append(trained.decoder.conv_out1[0].weight.detach())
+    for term in ("bce", "iou", "ssim", "mae", "gradient"):
+        assert float(lines[0][term]) == pytest.approx(float(lines[1][term]), rel=1e-4), term
+    assert not torch.equal(weights[0], network.decoder.conv_out1[0].weight)
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=2e-5)
