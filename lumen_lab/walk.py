@@ -21,12 +21,7 @@ from lumen_lab.errors import LumenError, MissingDependencyError
 from lumen_lab.specs import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
-WALK = (
-    "notebooks/01_operator_audit.ipynb",
-    "notebooks/02_rewrite_and_equivalence.ipynb",
-    "notebooks/06_on_device_compile.ipynb",
-    "notebooks/07_mask_comparison.ipynb",
-)
+WALK = tuple(sorted(f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")))
 
 
 class WalkError(LumenError):

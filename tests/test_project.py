@@ -210,8 +210,8 @@ def test_the_commands_of_the_readme_exist():
     assert set(re.findall(r"notebooks/[\w.]+", readme)) <= {f"notebooks/{path.name}" for path in NOTEBOOKS}
 
 
-def test_the_walk_is_there():
-    assert set(WALK) <= {f"notebooks/{path.name}" for path in NOTEBOOKS}
+def test_the_walk_is_every_notebook_in_order():
+    assert WALK == tuple(f"notebooks/{path.name}" for path in sorted(NOTEBOOKS))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -90,6 +90,11 @@ class Watch:
             return after, None
         return after, f"The {gate} gate is {after}: {tripped[0].in_words(found)}."
 
+    def forgive(self, gate: str) -> None:
+        """Look at a gate as if for the first time: it was restored."""
+        self.called.pop(gate, None)
+        self._since.pop(gate, None)
+
     def state(self) -> dict[str, object]:
         """For a checkpoint."""
         return {"called": dict(self.called), "since": {gate: dict(since) for gate, since in self._since.items()}}

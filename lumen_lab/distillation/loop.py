@@ -74,8 +74,12 @@ class Task:
         return {}
 
     def result(self, average: Mapping[str, Tensor]) -> nn.Module:
-        """The network with averaged weights, as it is validated and given back."""
+        """The network with averaged weights, as it is given back."""
         raise NotImplementedError
+
+    def judged(self, average: Mapping[str, Tensor]) -> nn.Module:
+        """The same as it is validated."""
+        return self.result(average)
 
     def state(self) -> dict[str, object]:
         """What else the next step depends on, for the checkpoint."""
@@ -176,7 +180,7 @@ class Run:
     def score(self, made: int, validate: Validation) -> None:
         """Log what ``validate`` says of the averaged network after so many steps."""
         if self.log:
-            self.note("validation", made, validate(self.task.result(self.state.average)))
+            self.note("validation", made, validate(self.task.judged(self.state.average)))
             self.log.flush()
 
     def note(self, kind: str, step: int, values: Mapping[str, float | None]) -> None:

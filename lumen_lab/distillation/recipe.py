@@ -13,6 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 from lumen_lab.distillation.losses import LossWeights
+from lumen_lab.distillation.transfer import TransferWeights
 from lumen_lab.errors import LumenError
 
 
@@ -133,6 +134,61 @@ class Recipe(Schedule):
         odd = [size for _, size in self.sizes if min(size) < 32 or size[0] % 32 or size[1] % 32]
         if odd:
             yield f"the size {odd[0]}; the network takes multiples of 32"
+
+
+BIREFNET_TAPS = (
+    "squeeze_module",
+    *(f"decoder.lateral_block{level}" for level in (4, 3, 2)),
+    *(f"decoder.decoder_block{level}" for level in (4, 3, 2, 1)),
+)
+"""Where a BiRefNet's features are held against its teacher's: the encoder's context and maps, and each block."""
+RANGES = ("fixed", "learnt", "observed")
+ALARMS = ("warn", "stop", "heal")
+
+
+@dataclass(frozen=True)
+class DistillRecipe(Schedule):
+    """How to train a student's NPU graph against its teacher.
+
+    ``integers``: on the grid of its integers (QAT), or in float, to recover from learnt rewrites. ``taps``: modules
+    whose outputs are held against the teacher's, in student and teacher by one path. ``ranges`` of activations stay as
+    they were calibrated ("fixed"), are learnt by LSQ gradients at ``range_rate`` of the rate, each in proportion to its
+    own size ("learnt"), or are calibrated anew every ``observe_every`` steps ("observed"); the last two stop at the
+    share ``freeze_ranges_at`` of the steps. ``recompute``: parts of the graph of which only the ends are kept for the
+    backward pass. Gate health is looked at every ``health_every`` steps, and ``on_alarm`` says what a gate that is dead
+    leads to: a line ("warn"), the end of the run ("stop"), or its restoration ("heal").
+    """
+
+    learning_rate: float = 2e-4
+    weight_decay: float = 0.0
+    warmup_steps: int = 50
+    max_gradient_norm: float = 1.0
+    integers: bool = True
+    weights: TransferWeights = TransferWeights()
+    taps: tuple[str, ...] = BIREFNET_TAPS
+    ranges: str = "fixed"
+    range_rate: float = 0.1
+    observe_every: int = 100
+    freeze_ranges_at: float = 0.7
+    recompute: int = 1
+    health_every: int = 10
+    patience: int = 3
+    on_alarm: str = "warn"
+
+    def refusals(self) -> Iterator[str]:
+        """What was given and what would do, for each thing that cannot be."""
+        yield from super().refusals()
+        yield from self._not_positive("range_rate", "observe_every", "recompute", "health_every", "patience")
+        if not 0 <= self.freeze_ranges_at <= 1:
+            yield f"freeze_ranges_at {self.freeze_ranges_at}; it is a share of the steps, 0 to 1"
+        for name, choices in (("ranges", RANGES), ("on_alarm", ALARMS)):
+            if getattr(self, name) not in choices:
+                yield f"{name} '{getattr(self, name)}'; there are {', '.join(choices)}"
+
+    @property
+    def frozen_from(self) -> int:
+        """The step from which ranges no longer move."""
+        return math.ceil(self.freeze_ranges_at * self.steps)
 
 
 def recipe_record(recipe: Schedule) -> str:

@@ -83,7 +83,8 @@ class Projections(nn.Module):
 
     def __init__(self, student: Mapping[str, Tensor], teacher: Mapping[str, Tensor], taps: Iterable[str]):
         super().__init__()
-        pairs = {tap: (student[tap].shape[1], teacher[tap].shape[1]) for tap in taps}
+        self.taps = tuple(taps)
+        pairs = {tap: (student[tap].shape[1], teacher[tap].shape[1]) for tap in self.taps}
         self.names = {tap: f"tap_{index}" for index, (tap, (own, its)) in enumerate(pairs.items()) if own != its}
         for tap, name in self.names.items():
             own, its = pairs[tap]
