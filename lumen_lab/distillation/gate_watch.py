@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -54,7 +55,7 @@ class GateWatch:
     def look(self, run: Run, step: int, pictures: Iterable) -> str | None:
         """Measure and judge each gate; a sentence if the run should stop."""
         (shown, taught), self._kept = self._kept, None
-        self.line = {}
+        self.line, whys = {}, []
         for name, gate in self.gates.items():
             found = self._measured(gate, shown, taught, run)
             verdict, alarm = self.watch.look(name, found, teacher=measures(gate, taught))
@@ -62,9 +63,9 @@ class GateWatch:
             self.line[f"{name}/verdict"] = float(ORDER.index(verdict))
             if alarm:
                 self._note(run, step, name, verdict, f"Step {step}: {alarm}")
-            if verdict == DEAD and (why := self._act(run, step, name, pictures)):
-                return why
-        return None
+            if verdict == DEAD:
+                whys.append(self._act(run, step, name, pictures))
+        return next(filter(None, whys), None)
 
     def _measured(self, gate: Gate, shown: Shown, taught: Shown, run: Run) -> dict[str, float | None]:
         """The mean over the processes, so that all of them judge alike."""
@@ -82,7 +83,7 @@ class GateWatch:
     def _note(self, run: Run, step: int, gate: str, verdict: str, sentence: str) -> None:
         self.alarms.append({"step": step, "gate": gate, "verdict": verdict, "sentence": sentence})
         if run.log:
-            run.progress.write(sentence)
+            run.progress.write(sentence, sys.stderr)
             write_whole(run.checkpoint.parent / "alarms.json", json.dumps(self.alarms, indent=1) + "\n")
 
     def _act(self, run: Run, step: int, gate: str, pictures: Iterable) -> str | None:

@@ -150,6 +150,7 @@ ALARMS = ("warn", "stop", "heal")
 class DistillRecipe(Schedule):
     """How to train a student's NPU graph against its teacher.
 
+    ``learning_rate`` is relative: the share of its own root mean square by which a weight may move in a step.
     ``integers``: on the grid of its integers (QAT), or in float, to recover from learnt rewrites. ``taps``: modules
     whose outputs are held against the teacher's, in student and teacher by one path. ``ranges`` of activations stay as
     they were calibrated ("fixed"), are learnt by LSQ gradients at ``range_rate`` of the rate, each in proportion to its
@@ -159,7 +160,7 @@ class DistillRecipe(Schedule):
     leads to: a line ("warn"), the end of the run ("stop"), or its restoration ("heal").
     """
 
-    learning_rate: float = 2e-4
+    learning_rate: float = 1e-3
     weight_decay: float = 0.0
     warmup_steps: int = 50
     max_gradient_norm: float = 1.0

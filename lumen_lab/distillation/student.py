@@ -27,6 +27,8 @@ from lumen_lab.quantization.calibration import calibrate
 from lumen_lab.quantization.npu_graph import NPUGraph
 from lumen_lab.quantization.placing import QUANTISER, without_quantisers
 
+SMALLEST_SIZE = 1e-4  # a bias of zeros moves as if it were as large
+
 
 class StudentView(nn.Module):
     """What is called with images: the student's view, the projections that are learnt beside it, and the teacher's
@@ -90,21 +92,21 @@ class DistillTask(Task):
         return self.scenes
 
     def groups(self) -> list[dict]:
-        graph, recipe = self.network, self.recipe
-        weights = list(graph.weights().values())
-        decayed = [weight for weight in weights if weight.ndim >= 2]
-        plain = [weight for weight in weights if weight.ndim < 2]
-        groups = [
-            {"params": decayed, "weight_decay": recipe.weight_decay, "rate_scale": 1.0},
-            {"params": plain, "weight_decay": 0.0, "rate_scale": 1.0},
-            {"params": list(self.view.projections.parameters()), "weight_decay": 0.0, "rate_scale": 1.0},
-        ]
-        scales = [value for name, value in graph.graph_module.named_parameters() if name.startswith(QUANTISER)]
-        groups += [
-            {"params": [scale], "weight_decay": 0.0, "rate_scale": recipe.range_rate * float(scale.detach())}
-            for scale in scales
-        ]
-        return [group for group in groups if group["params"]]
+        """One a parameter, whose rate goes by its own size: folded batch norms leave weights of very different ones."""
+        recipe, names = self.recipe, {id(one): name for name, one in self.view.named_parameters()}
+        groups = []
+        for one in (one for one in self.view.parameters() if one.requires_grad):
+            is_scale = QUANTISER in names[id(one)]
+            size = max(float(one.detach().square().mean().sqrt()), SMALLEST_SIZE)
+            decay = recipe.weight_decay if one.ndim >= 2 else 0.0
+            groups.append(
+                {
+                    "params": [one],
+                    "weight_decay": 0.0 if is_scale else decay / size,
+                    "rate_scale": size * (recipe.range_rate if is_scale else 1.0),
+                }
+            )
+        return groups
 
     def terms(self, view: nn.Module, scene: Mapping[str, Tensor], step: int) -> Terms:
         image, matte, told = scene["image"], scene["matte"], self.recipe.weights

@@ -4,6 +4,7 @@ from lumen_lab.errors import MissingDependencyError
 from lumen_lab.widgets.graph_view import GraphView, show_graph
 
 try:
+    from lumen_lab.widgets.head_browser import HeadBrowser
     from lumen_lab.widgets.mask_compare import MaskCompare
     from lumen_lab.widgets.rewrite_picker import RewritePicker
 except ModuleNotFoundError as error:
@@ -13,4 +14,4 @@ except ModuleNotFoundError as error:
         f"lumen_lab.widgets needs {error.name}, which is not installed; install lumen-lab[notebooks]."
     ) from None
 
-__all__ = ["GraphView", "MaskCompare", "RewritePicker", "show_graph"]
+__all__ = ["GraphView", "HeadBrowser", "MaskCompare", "RewritePicker", "show_graph"]
