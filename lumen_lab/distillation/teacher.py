@@ -84,18 +84,25 @@ def describe_sources(bank: SourceBank) -> str:
 
 
 def validation_scores(
-    model: nn.Module, bank: SourceBank, *, scenes: int = 48, seed: int = 2
+    model: nn.Module,
+    bank: SourceBank,
+    *,
+    scenes: int = 48,
+    seed: int = 2,
+    size: tuple[int, int] | None = None,
+    is_mask: bool = False,
 ) -> dict[str, float | None]:
-    """Mean raw scores over composed scenes of the validation split, at the network's own size.
+    """Mean raw scores over composed scenes of the validation split, at ``size`` (by default the network's own).
 
-    A score is None where no scene defines it.
+    ``model`` returns logits, or with ``is_mask`` the mask itself. A score is None where no scene defines it.
     """
-    data = validation_scenes(bank, model.config.image_size, length=scenes, seed=seed)
+    data = validation_scenes(bank, size or model.config.image_size, length=scenes, seed=seed)
     rows = []
     for index in range(scenes):
         scene = data[index]
         with torch.no_grad():
-            mask = torch.sigmoid(model(scene["image"][None]))[0, 0].numpy()
+            output = model(scene["image"][None])
+        mask = (output if is_mask else torch.sigmoid(output))[0, 0].numpy()
         rows.append((str(index), {}, score_mask(mask, scene["matte"][0].numpy(), hce=False)))
     scores = summarise(rows)
     return {name: scores.mean(name) for name in VALIDATED}

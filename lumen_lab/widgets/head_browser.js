@@ -152,13 +152,10 @@ function histogram(name, counts) {
   });
   const used = counts.filter((count) => count > 0).length;
   const said = `${name}: ${used} of ${counts.length} codes used`;
-  const drawing = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  for (const [key, value] of Object.entries({
-    viewBox: `0 0 ${counts.length} ${BARS}`, preserveAspectRatio: "none", role: "img", "aria-label": said,
-  })) drawing.setAttribute(key, value);
-  const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
-  path.setAttribute("d", bars.join(""));
-  drawing.append(path);
+  const drawing = element("div", "");
+  drawing.innerHTML = `<svg viewBox="0 0 ${counts.length} ${BARS}" preserveAspectRatio="none" role="img"><path/></svg>`;
+  drawing.querySelector("svg").setAttribute("aria-label", said);
+  drawing.querySelector("path").setAttribute("d", bars.join(""));
   return element("figure", "lumen-heads-codes", {}, [drawing, element("figcaption", "", {}, [said])]);
 }
 

@@ -92,7 +92,7 @@ class HeadBrowser(anywidget.AnyWidget):
         return value_rows(maps, masks, self.pixel, self._size)
 
     def static_png(self) -> bytes:
-        """The present state as the bytes of a PNG: the chosen head large, all of the stage small, the pixel's values."""
+        """The present state as the bytes of a PNG: the chosen head large, the stage's others small, and the values."""
         return images.encode_png(
             static_picture(
                 self._image,

@@ -138,7 +138,7 @@ def panel_row(
     size: tuple[int, int],
     name: str = "",
 ) -> np.ndarray:
-    """Pictures side by side with their names above and the pixel's cell marked, on white; None leaves its place empty."""
+    """Pictures side by side, names above, the pixel's cell marked, on white; None leaves its place empty."""
     width_px = round(height_px * float(np.clip(size[1] / size[0], 1 / 3, 3)))
     left = 58 if name else GAP_PX
     sheet = PILImage.new(

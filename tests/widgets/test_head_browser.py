@@ -133,7 +133,7 @@ def test_large_maps_are_shipped_smaller_and_keep_their_mean():
     large = np.tile(np.linspace(-1, 1, 64, dtype=np.float32), (32, 1))
     small = smaller(large, 16)
     assert small.shape == (8, 16) and small.mean() == pytest.approx(0, abs=1e-3)
-    assert smaller(large, 64) is not None and smaller(large, 64).shape == large.shape
+    np.testing.assert_array_equal(smaller(large, 64), large)
     widget = HeadBrowser(readings(), max_side_px=32, pixel=(95, 127))
     assert widget.shapes["4/adds/teacher"]["size"] == [24, 32] and decoded(widget.photograph).shape == (24, 32, 3)
     assert widget.values()[-1]["head"] == "mask"  # the pixel is still one of the whole picture
@@ -168,8 +168,7 @@ def test_widget_and_readings_need_no_torch():
 def test_nothing_is_fetched_from_a_network_and_the_module_is_valid(widget, tmp_path):
     for suffix in (".js", ".css"):
         source = Path(head_browser.__file__).with_suffix(suffix).read_text()
-        found = re.search(r"https?:|\burl\(|\bimport\b|\bfetch\(", source.replace("http://www.w3.org/2000/svg", ""))
-        assert not found  # the one name is that of SVG's elements, not an address
+        assert not re.search(r"https?:|\burl\(|\bimport\b|\bfetch\(", source)
     if shutil.which("node"):
         script = tmp_path / "widget.mjs"
         script.write_text(str(widget._esm))
