@@ -28,8 +28,8 @@ class GateWatch:
     """Measures of every gate at the steps that are kept, the alarms they raised, and what was done about them.
 
     ``line`` holds the last measures, named "gate/measure"; ``alarms`` (step, gate, verdict, sentence), the first dead
-    or drifting step of each; ``louder`` multiplies the feature and gate losses. ``healthy``: name → the weight that a
-    gate is restored to.
+    or drifting step of each; ``louder`` multiplies the feature and gate losses, which are then at least 1.
+    ``healthy``: name → the weight that a gate is restored to.
     """
 
     def __init__(
@@ -111,6 +111,10 @@ class GateWatch:
         self.watch.forgive(name)
         if self.recipe.integers:
             observe_again(self.graph, gate, pictures)
+
+    def raised(self, weight: float) -> float:
+        """The weight of a loss that holds the gates, as it is after so many restorations."""
+        return weight if self.louder == 1.0 else self.louder * max(weight, 1.0)
 
     def state(self) -> dict[str, object]:
         """For a checkpoint."""

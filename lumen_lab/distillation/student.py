@@ -119,13 +119,16 @@ class DistillTask(Task):
         terms = mask_terms(shown[LOGITS], matte, taught[LOGITS], told)
         if told.side and self.view.side_heads:
             terms["side"] = told.side * side_term(shown, self.view.side_heads, matte, told.truth)
+        gates = [gate.path for gate in self.gates.values()]
         for name, distance, values, taps, weight in (
-            ("feature", feature_distance, projected, self.taps, told.feature * self.watch.louder),
+            ("feature", feature_distance, projected, self.taps, self.watch.raised(told.feature)),
             ("attention", attention_distance, shown, self.taps, told.attention),
-            ("gate", gate_distance, shown, [g.path for g in self.gates.values()], told.gate * self.watch.louder),
+            ("gate", gate_distance, shown, gates, self.watch.raised(told.gate)),
         ):
             if weight and taps:
                 terms[name] = weight * torch.stack([distance(values[tap], taught[tap]) for tap in taps]).mean()
+            elif taps and name != "attention" and self.recipe.on_alarm == "heal":  # raised later, and logged throughout
+                terms[name] = torch.zeros((), device=matte.device)
         return terms
 
     def updated(self, run: Run, step: int) -> str | None:

@@ -24,7 +24,7 @@ from lumen_lab.datasets.sources import SourceBank, open_sources
 from lumen_lab.distillation.distill import Distilled, distill
 from lumen_lab.distillation.losses import MaskWeights
 from lumen_lab.distillation.recipe import DistillRecipe
-from lumen_lab.distillation.teacher import at_least, describe_sources, validation_scores
+from lumen_lab.distillation.teacher import at_least, describe_sources, mask_scores, validation_scenes
 from lumen_lab.distillation.transfer import TransferWeights
 from lumen_lab.errors import LumenError
 from lumen_lab.network import load_network
@@ -47,6 +47,7 @@ RUNGS = {
 RECOVERY = DistillRecipe(steps=2000, batch=8, learning_rate=1e-2, integers=False, scenes=2048, on_alarm="heal")
 IN_INTEGERS = DistillRecipe(steps=800, batch=8, learning_rate=2e-3, scenes=2048, on_alarm="heal")
 PICTURES = 32  # that calibrate
+JUDGED = 48  # scenes of the validation split, the same as for the teacher
 
 
 def student_of(network: nn.Module, plan: str, pictures: Sequence) -> NPUGraph:
@@ -69,6 +70,7 @@ def train_rung(
 ) -> Distilled:
     """All stages of one rung, one behind the other, and the student that comes out of the last, which is also kept."""
     healthy = {name: weight.detach().clone() for name, weight in student.weights().items()}
+    judged = validation_scenes(bank, student.size, length=JUDGED, seed=2)
     for number, recipe in enumerate(stages):
         scenes = ComposedScenes(bank, split="train", size=student.size, length=recipe.scenes, seed=recipe.seed)
         done = distill(
@@ -80,7 +82,7 @@ def train_rung(
             pictures=pictures,
             healthy=healthy,
             cache=cache,
-            validate=partial(validation_scores, bank=bank, size=student.size, is_mask=True),
+            validate=partial(mask_scores, scenes=judged, is_mask=True),
             validate_every=200,
             made_from={"sources": describe_sources(bank)},
             workers=workers,

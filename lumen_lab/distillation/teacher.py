@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.utils.data import Dataset
 
 from lumen_lab.datasets.scenes import ComposedScenes
 from lumen_lab.datasets.sources import SourceBank, open_sources
@@ -84,22 +85,20 @@ def describe_sources(bank: SourceBank) -> str:
 
 
 def validation_scores(
-    model: nn.Module,
-    bank: SourceBank,
-    *,
-    scenes: int = 48,
-    seed: int = 2,
-    size: tuple[int, int] | None = None,
-    is_mask: bool = False,
+    model: nn.Module, bank: SourceBank, *, scenes: int = 48, seed: int = 2
 ) -> dict[str, float | None]:
-    """Mean raw scores over composed scenes of the validation split, at ``size`` (by default the network's own).
+    """Mean raw scores over composed scenes of the validation split, at the network's own size."""
+    return mask_scores(model, validation_scenes(bank, model.config.image_size, length=scenes, seed=seed))
 
-    ``model`` returns logits, or with ``is_mask`` the mask itself. A score is None where no scene defines it.
+
+def mask_scores(model: nn.Module, scenes: Dataset, *, is_mask: bool = False) -> dict[str, float | None]:
+    """Mean raw scores of a model over ``scenes``, one after the other; None where no scene defines one.
+
+    ``model`` returns logits, or with ``is_mask`` the mask itself.
     """
-    data = validation_scenes(bank, size or model.config.image_size, length=scenes, seed=seed)
     rows = []
-    for index in range(scenes):
-        scene = data[index]
+    for index in range(len(scenes)):
+        scene = scenes[index]
         with torch.no_grad():
             output = model(scene["image"][None])
         mask = (output if is_mask else torch.sigmoid(output))[0, 0].numpy()
