@@ -21,6 +21,7 @@ DOORS = {
     "rewrite": "lumen_lab.rewrites",
     "check_equivalence": "lumen_lab.equivalence",
     "quantize": "lumen_lab.quantization.quantize",
+    "distill": "lumen_lab.distillation.distill",
     "export_onnx": "lumen_lab.deploy.onnx_export",
     "export_qdq": "lumen_lab.deploy.qdq_export",
     "compile_for_chip": "lumen_lab.deploy.htp",

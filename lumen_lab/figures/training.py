@@ -16,22 +16,28 @@ if TYPE_CHECKING:
     from lumen_lab.distillation.history import History
 
 STYLES = ((BLUE, "-"), (VERMILLION, "-"), (SKY, "-"), (GREY, "-"), (BLUE, ":"), (VERMILLION, ":"))
-VERDICTS = {"drifting": SKY, "dead": VERMILLION, "healed": BLUE}
+VERDICTS = {"drifting": "^", "dead": "X", "healed": "P"}
 GATE_MEASURES = {
     "mean": "mean of the gate",
-    "passed": "share of the gradient that reaches it",
-    "contribution": "what its branch adds",
-    "teacher_gap": "distance of its mean to the teacher's",
+    "passed": "gradient let through",
+    "contribution": "branch ÷ rest",
+    "teacher_gap": "gap to the teacher's mean",
 }
 NOT_TERMS = ("step", "learning_rate")
 
 
 def runs_figure(
-    runs: Mapping[str, History], *, terms: Sequence[str] | None = None, score: str | None = None, title: str = ""
+    runs: Mapping[str, History],
+    *,
+    terms: Sequence[str] | None = None,
+    score: str | None = None,
+    loss: str = "loss",
+    title: str = "",
 ) -> Figure:
-    """The loss of each run over its steps (the sum of ``terms``, by default of all), and one ``score`` of validation.
+    """The loss of each run over its steps (the sum of ``terms``, by default of all; ``loss`` is its label), a running
+    mean, and one ``score`` of validation.
 
-    ``LumenError`` for a run without a line, or a term or score that none has.
+    ``LumenError`` for a run without a line, or a term that none has.
     """
     check_runs(runs)
     scores = score is not None
@@ -42,10 +48,10 @@ def runs_figure(
         axes[0].plot(steps, smoothed(totals(run, terms)), style, color=color, linewidth=1.3, label=name)
         if scores:
             axes[1].plot(*run.series("validation", score), f"o{style}", color=color, markersize=4, linewidth=1.3)
-    axes[0].set_ylabel("loss" if terms is None else " + ".join(terms), fontsize=9)
+    axes[0].set_ylabel(f"{loss}, running mean", fontsize=9)
     if scores:
         axes[1].set_ylabel(f"validation: {score}", fontsize=9)
-    finish(sheet, axes, title or "The loss, a running mean")
+    finish(sheet, axes, title)
     if len(runs) > 1:
         axes[0].legend(frameon=False, fontsize=8)
     return sheet
@@ -67,31 +73,31 @@ def gates_figure(
         for (name, run), (color, style) in zip(runs.items(), STYLES * len(runs)):
             steps, values = run.series("gates", f"{gate}/{measure}")
             place.plot(steps, [np.nan if one is None else one for one in values], style, color=color, label=name)
-            mark_alarms(place, run, gate)
+            mark_alarms(place, run, gate, measure, color)
         place.set_ylabel(GATE_MEASURES.get(measure, measure), fontsize=9)
         place.set_ylim(bottom=0)
     for place in axes[len(measures) :]:
         place.remove()
     finish(sheet, axes[: len(measures)], title or f"The {gate} gate")
-    if len(runs) > 1:
-        axes[0].legend(frameon=False, fontsize=8)
+    explain_marks(axes[0])
+    sheet.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=8, frameon=False, fontsize=8)
     return sheet
 
 
-def mark_alarms(axes: Axes, run: History, gate: str) -> None:
-    """A line where the gate was called drifting, dead or healed."""
+def mark_alarms(axes: Axes, run: History, gate: str, measure: str, color: str) -> None:
+    """A mark on the run's line where the gate was called drifting, dead or healed."""
+    known = dict(zip(*run.series("gates", f"{gate}/{measure}")))
     for alarm in run.alarms:
-        if alarm["gate"] == gate:
-            axes.axvline(alarm["step"], color=VERDICTS[alarm["verdict"]], linewidth=0.8, linestyle="--")
-            axes.annotate(
-                alarm["verdict"],
-                (alarm["step"], 1.0),
-                xycoords=("data", "axes fraction"),
-                xytext=(2, -8),
-                textcoords="offset points",
-                fontsize=7,
-                color=VERDICTS[alarm["verdict"]],
-            )
+        value = known.get(alarm["step"])
+        if alarm["gate"] == gate and value is not None:
+            shape = VERDICTS[alarm["verdict"]]
+            axes.plot(alarm["step"], value, shape, color=color, markeredgecolor="black", markersize=8, clip_on=False)
+
+
+def explain_marks(axes: Axes) -> None:
+    """A line of words for the marks."""
+    for verdict, shape in VERDICTS.items():
+        axes.plot([], [], shape, color="white", markeredgecolor="black", markersize=7, linestyle="none", label=verdict)
 
 
 def totals(run: History, terms: Sequence[str] | None) -> list[float]:
@@ -126,4 +132,5 @@ def finish(sheet: Figure, axes: Sequence[Axes], title: str) -> None:
         place.set_xlabel("step", fontsize=9)
         place.spines[["right", "top"]].set_visible(False)
         place.tick_params(labelsize=8)
-    sheet.suptitle(title, fontsize=10)
+    if title:
+        sheet.suptitle(title, fontsize=10)
