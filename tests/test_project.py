@@ -211,7 +211,7 @@ def test_the_commands_of_the_readme_exist():
 
 
 def test_the_walk_is_every_notebook_in_order():
-    assert WALK == tuple(f"notebooks/{path.name}" for path in sorted(NOTEBOOKS))
+    assert list(WALK) == [f"notebooks/{path.name}" for path in sorted(NOTEBOOKS)]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

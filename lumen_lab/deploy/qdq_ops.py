@@ -13,7 +13,8 @@ from lumen_lab.deploy.qdq_builder import QdqBuilder
 from lumen_lab.errors import ExportError
 from lumen_lab.quantization.capture import site_of
 from lumen_lab.quantization.fake_quantize import bias_scale
-from lumen_lab.quantization.node_rules import op_name
+from lumen_lab.quantization.forms import given
+from lumen_lab.quantization.node_rules import fused_into, op_name, rule_of
 
 Emitter = Callable[[QdqBuilder, fx.Node], str]
 EMITTERS: dict[str, Emitter] = {}
@@ -41,11 +42,6 @@ def where(node: fx.Node) -> str:
     return f"'{site_of(node) or '(network)'}'"
 
 
-def given(node: fx.Node, place: int, keyword: str, default=None):
-    """An argument by place or by keyword."""
-    return node.args[place] if len(node.args) > place else node.kwargs.get(keyword, default)
-
-
 def axis_of(build: QdqBuilder, node: fx.Node, axis: int) -> int:
     """A non-negative axis of a node's value."""
     return axis % len(build.shape(node))
@@ -61,7 +57,6 @@ def one_operation(op_type: str) -> Emitter:
 
 
 for _name, _op_type in {
-    "aten.relu.default": "Relu",
     "aten.gelu.default": "Gelu",
     "aten.sigmoid.default": "Sigmoid",
     "aten.matmul.default": "MatMul",
@@ -70,6 +65,17 @@ for _name, _op_type in {
     "aten.mul.Tensor": "Mul",
 }.items():
     EMITTERS[_name] = one_operation(_op_type)
+
+
+@emits("aten.relu.default")
+def relu(build: QdqBuilder, node: fx.Node) -> str:
+    """Behind what fuses it with nothing between; behind another operation that has no grid of its own, with its own
+    quantisers between as well, since the compiler wants each operation between quantisers."""
+    (before,) = node.args
+    value = build.value(before)
+    if fused_into(before) is node and not rule_of(before).fuses_relu:
+        value = build.quantised(value, before.name, build.encoding(next(iter(node.users))))
+    return build.add("Relu", [value], node)
 
 
 def two(value) -> list[int]:
@@ -232,8 +238,6 @@ def pad(build: QdqBuilder, node: fx.Node) -> str:
     amounts, rank = list(node.args[1]), len(build.shape(node))
     before, after = amounts[0::2][::-1], amounts[1::2][::-1]
     rest = [0] * (rank - len(before))
-    if given(node, 2, "mode", "constant") != "constant" or given(node, 3, "value") not in (None, 0, 0.0):
-        raise ExportError(f"The padding at {where(node)} is not of zeros, which alone are exact in every encoding.")
     pads = build.integers(f"{node.name}_pads", [*rest, *before, *rest, *after])
     return build.add("Pad", [build.value(node.args[0]), pads], node)
 
@@ -241,8 +245,6 @@ def pad(build: QdqBuilder, node: fx.Node) -> str:
 @emits("aten.roll.default")
 def roll(build: QdqBuilder, node: fx.Node) -> str:
     """One axis after the other: the end is put in front."""
-    if len(node.args) < 3:
-        raise ExportError(f"The roll at {where(node)} takes all axes as one; say which with dims=.")
     value, encoding, stages = build.value(node.args[0]), build.encoding(node), list(zip(node.args[1], node.args[2]))
     for stage, (shift, axis) in enumerate(stages):
         axis = axis_of(build, node, axis)
@@ -266,11 +268,9 @@ def pixel_shuffle(build: QdqBuilder, node: fx.Node) -> str:
 
 @emits("aten.max_pool2d.default")
 def max_pool(build: QdqBuilder, node: fx.Node) -> str:
-    """(N, C, H, W); dilation and a size rounded up have no form on the NPU."""
+    """(N, C, H, W)."""
     kernel = two(node.args[1])
     strides, padding = two(given(node, 2, "stride") or kernel), two(given(node, 3, "padding", 0))
-    if two(given(node, 4, "dilation", 1)) != [1, 1] or given(node, 5, "ceil_mode", False):
-        raise ExportError(f"Max pooling at {where(node)} is dilated or rounds its size up; none such is written.")
     return build.add(
         "MaxPool", [build.value(node.args[0])], node, kernel_shape=kernel, strides=strides, pads=padding * 2
     )
@@ -279,23 +279,15 @@ def max_pool(build: QdqBuilder, node: fx.Node) -> str:
 @emits("aten.grid_sampler.default")
 def grid_sample(build: QdqBuilder, node: fx.Node) -> str:
     """(N, C, H, W) read at a grid (N, h, w, 2) of x and y in -1 … 1, bilinearly and with zeros outside."""
-    mode, padding, align = node.args[2:5]
-    if (mode, padding) != (BILINEAR, ZEROS):
-        raise ExportError(
-            f"The grid sampling at {where(node)} is of mode {mode} with padding {padding}; only bilinear (0) with "
-            "zeros outside (0) was measured on the NPU."
-        )
     return build.add(
         "GridSample",
         [build.value(operand) for operand in node.args[:2]],
         node,
         mode="linear",
         padding_mode="zeros",
-        align_corners=int(align),
+        align_corners=int(node.args[4]),
     )
 
-
-BILINEAR, ZEROS = 0, 0  # as torch counts modes and paddings of grid_sampler
 
 PARTS_ONLY = {"aten.split.Tensor", "aten.split_with_sizes.default", "aten.unbind.int"}
 """Operations of which only the parts are written."""

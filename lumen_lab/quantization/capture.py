@@ -22,7 +22,15 @@ aten = torch.ops.aten
 LARGEST_BATCH = 1024
 PASSED_ON = (aten.alias.default, aten.contiguous.default, aten.dropout.default, aten.clone.default, aten.detach.default)
 ASSERTIONS = (aten._assert_tensor_metadata.default,)
-OUT_OF_PLACE = {aten.relu_.default: aten.relu.default}
+OUT_OF_PLACE = {
+    aten.relu_.default: aten.relu.default,
+    aten.add_.Tensor: aten.add.Tensor,
+    aten.sub_.Tensor: aten.sub.Tensor,
+    aten.mul_.Tensor: aten.mul.Tensor,
+    aten.sigmoid_.default: aten.sigmoid.default,
+    aten.gelu_.default: aten.gelu.default,
+}
+VIEWS = ("view", "slice", "select", "permute", "transpose", "expand", "unsqueeze", "squeeze", "split", "getitem")
 
 
 def capture(model: nn.Module, example: Tensor) -> fx.GraphModule:
@@ -81,7 +89,32 @@ def simplify(graph: fx.GraphModule, node: fx.Node) -> None:
         node.replace_all_uses_with(node.args[0])
         graph.graph.erase_node(node)
     elif node.target in OUT_OF_PLACE:
-        node.target = OUT_OF_PLACE[node.target]
+        write_elsewhere(node)
+
+
+def write_elsewhere(node: fx.Node) -> None:
+    """An operation in place becomes the one that returns its result; whatever reads the changed tensor later reads
+    that. ``QuantizationError`` where the tensor has views, which would change with it."""
+    changed = node.args[0]
+    views = [one for one in (changed, *changed.users) if one is not node and is_view(one)]
+    if views:
+        raise QuantizationError(
+            f"{node.target} at '{site_of(node) or '(network)'}' changes a tensor of which '{views[0].name}' is a view; "
+            "write it out of place."
+        )
+    later = set()
+    following = node
+    while following.op != "output":
+        following = following.next
+        later.add(following)
+    node.target = OUT_OF_PLACE[node.target]
+    changed.replace_all_uses_with(node, delete_user_cb=lambda user: user in later)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's value may share memory with what it reads."""
+    name = node.target.__name__ if callable(node.target) else ""
+    return node.op == "call_function" and name.partition(".")[0] in VIEWS
 
 
 def depends_on(graph: fx.GraphModule, is_source: Callable[[fx.Node], bool]) -> set[fx.Node]:

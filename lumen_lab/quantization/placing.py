@@ -8,6 +8,7 @@ what they move.
 from __future__ import annotations
 
 import copy
+import difflib
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -17,13 +18,13 @@ from lumen_lab.errors import QuantizationError
 from lumen_lab.quantization.capture import attribute, device_of, live_nodes, site_of, unused_name
 from lumen_lab.quantization.encoding import Encoding, unit_encoding
 from lumen_lab.quantization.fake_quantize import BiasQuantize, FakeQuantize, WeightQuantize, weight_scale
+from lumen_lab.quantization.forms import SCALARS, is_tensor, refuse_what_is_not_written
 from lumen_lab.quantization.node_rules import fused_into, op_name, rule_of
 from lumen_lab.quantization.rules import INPUT, OWN, TIED, UNIT, OpRule
 
 QUANTISER = "quantiser_"
 ONE = f"{QUANTISER}1"  # the second factor of a bias's steps where there is only one
 WIDTHS = (8, 16)
-SCALARS = ("aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor")  # whose second operand may be a number
 
 
 def put_quantisers(graph: fx.GraphModule, *, bits: Mapping[str, int] | None = None) -> fx.GraphModule:
@@ -89,10 +90,17 @@ def put_around(graph: fx.GraphModule, node: fx.Node, live: set[fx.Node], widths:
 
 def checked_widths(graph: fx.GraphModule, bits: Mapping[str, int]) -> Mapping[str, int]:
     """``bits``; refused where it names no operation, one that only moves data, or a width that the NPU lacks."""
+    if not isinstance(bits, Mapping):
+        raise QuantizationError(f"bits maps names of operations to 8 or 16; {bits!r} was given.")
     nodes = {node.name: node for node in graph.graph.nodes}
     for name, width in bits.items():
         if name not in nodes or nodes[name].op not in ("placeholder", "call_function"):
-            raise QuantizationError(f"bits gives a width to '{name}', but no operation of this graph is called so.")
+            near = ", ".join(difflib.get_close_matches(str(name), nodes, 3))
+            raise QuantizationError(
+                f"bits gives a width to '{name}', but no operation of this graph is called so"
+                + (f" (near: {near})" if near else "")
+                + "; list(graph.quantisers) has the names, graph.sites() the modules they come from."
+            )
         if nodes[name].op == "call_function" and rule_of(nodes[name]).output == INPUT:
             raise QuantizationError(
                 f"bits gives a width to '{name}', which moves data and has the width of what it moves; name the "
@@ -124,24 +132,6 @@ def fused_from(node: fx.Node) -> fx.Node | None:
     """The operation whose ReLU the node is, with no quantiser between, if there is one."""
     before = node.args[0] if op_name(node) == "aten.relu.default" else None
     return before if before is not None and before.op == "call_function" and relu_behind(before) is node else None
-
-
-def refuse_what_is_not_written(node: fx.Node, rule: OpRule, live: set[fx.Node]) -> None:
-    """``QuantizationError`` for forms of an operation that its rule does not cover."""
-    where = f"{op_name(node)} at '{site_of(node) or '(network)'}'"
-    if str(node.target) in SCALARS and not all(isinstance(one, int | float) or is_tensor(one) for one in node.args):
-        raise QuantizationError(f"{where} computes with the size of the batch, which is open; write it as a number.")
-    if node.kwargs.get("alpha", 1) != 1:
-        raise QuantizationError(f"{where} multiplies its second operand by alpha; write the product as an operation.")
-    if rule.weight is None:
-        return
-    weight = node.args[rule.weight] if len(node.args) > rule.weight else None
-    if weight is None:
-        raise QuantizationError(f"{where} has no weight, which its rule wants; give it one of ones.")
-    if weight in live or any(bias in live for bias in node.args[rule.bias : rule.bias + 1]):
-        raise QuantizationError(
-            f"{where} has a weight or bias computed from the input; only constant ones have a rule."
-        )
 
 
 # What an operation reads
@@ -197,11 +187,6 @@ def tensors(argument: object) -> Iterator[fx.Node]:
     found: list[fx.Node] = []
     fx.map_arg(argument, found.append)
     return (node for node in found if is_tensor(node))
-
-
-def is_tensor(node: object) -> bool:
-    """Whether an argument is a node that stands for a tensor, and for no size."""
-    return isinstance(node, fx.Node) and not isinstance(node.meta.get("val"), torch.SymInt | int)
 
 
 def encoding_source(node: fx.Node) -> fx.Node:
@@ -269,12 +254,19 @@ def leave_room(graph: fx.GraphModule, weight: fx.Node, bias: fx.Node, input_scal
 
 def quantise_output(graph: fx.GraphModule, node: fx.Node, rule: OpRule, width: int) -> None:
     """A quantiser behind an operation that has an encoding of its own."""
-    if rule.output == UNIT:
-        follow(graph, node, FakeQuantize(unit_encoding(bits=width), fixed=True))
-    elif rule.output == TIED:
+    if rule.output == TIED or (rule.output == OWN and rounds_nothing_anew(node)):
         call_behind(graph, node, encoding_source(node.args[0]).target)
+    elif rule.output == UNIT:
+        follow(graph, node, FakeQuantize(unit_encoding(bits=width), fixed=True))
     elif rule.output != INPUT and relu_behind(node) is None:
         follow(graph, node, FakeQuantize(Encoding(1.0, 0, width)))
+
+
+def rounds_nothing_anew(node: fx.Node) -> bool:
+    """Whether the node is a ReLU of what something else reads too: the compiler makes one operation of it and of the
+    conv before, which then never was on the conv's own grid, unless both grids are one."""
+    before = node.args[0] if op_name(node) == "aten.relu.default" else None
+    return before is not None and before.op == "call_module" and len(before.users) > 1
 
 
 def share_with_inputs(graph: fx.GraphModule, node: fx.Node, live: set[fx.Node]) -> None:

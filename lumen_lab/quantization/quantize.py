@@ -77,7 +77,10 @@ def placed(
 
 
 def append_sigmoid(graph: fx.GraphModule) -> None:
-    """Put a sigmoid behind the one output of a captured graph; names and sites of all else stay as they are."""
+    """Put a sigmoid behind the one output of a captured graph, unless it ends in one; names and sites of all else stay.
+
+    ``QuantizationError`` for a network that ends in a softmax, whose classes are no mask.
+    """
     end = next(node for node in graph.graph.nodes if node.op == "output")
     outputs = end.all_input_nodes
     if len(outputs) != 1:
@@ -85,6 +88,13 @@ def append_sigmoid(graph: fx.GraphModule) -> None:
             f"output='mask' wants a network with one output, this one has {len(outputs)}; wrap it to return its logits."
         )
     (logits,) = outputs
+    if logits.target is torch.ops.aten.softmax.int:
+        raise QuantizationError(
+            "output='mask' was asked for, and the network ends in a softmax over classes; give output='logits', which "
+            "leaves it as it is."
+        )
+    if logits.target is torch.ops.aten.sigmoid.default:
+        return
     with graph.graph.inserting_before(end):
         mask = graph.graph.call_function(torch.ops.aten.sigmoid.default, (logits,))
     mask.meta = {"val": logits.meta.get("val"), "nn_module_stack": outermost(logits)}

@@ -21,8 +21,8 @@ class OpRule(Record):
 
     ``weight`` and ``bias`` are places among the arguments, ``axis`` that of the weight's scales (None: one scale).
     ``unsigned_weight``: uint8, as layer norm has it. ``bias_in_output_steps``: the NPU rounds the bias to whole steps
-    of the output, so it is counted in those; else in input scale × weight scale. ``fuses_relu``: no quantiser between
-    it and a ReLU.
+    of the output, so it is counted in those; else in input scale × weight scale. ``fuses_relu``: written with no
+    quantiser between it and a ReLU.
     ``shared_with_inputs``: an input that nothing else reads is written in the encoding of the output, also where it is
     moved on the way by operations that are ``seen_through``.
 

@@ -184,27 +184,9 @@ def test_another_ending_is_refused(mix, tmp_path):
         export_qdq(mix, tmp_path / "mix.bin")
 
 
-def test_a_padding_of_other_numbers_is_refused(tmp_path):
-    class Ones(nn.Module):
-        def forward(self, x):
-            return nn.functional.pad(x, (1, 1), value=1.0)
-
-    with pytest.raises(ExportError, match="not of zeros"):
-        export_qdq(graph_of(Ones()), tmp_path / "ones.onnx")
-
-
 def test_a_graph_of_another_precision_is_refused(mix, tmp_path):
     with pytest.raises(ExportError, match=r"in float64; integers are counted in float32: \.float\(\) it"):
         export_qdq(copy.deepcopy(mix).double(), tmp_path / "mix.onnx")
-
-
-def test_a_roll_of_all_axes_as_one_is_refused(tmp_path):
-    class Rolled(nn.Module):
-        def forward(self, x):
-            return x.roll(3)
-
-    with pytest.raises(ExportError, match=r"roll at '\(network\)' takes all axes as one"):
-        export_qdq(graph_of(Rolled()), tmp_path / "rolled.onnx")
 
 
 def test_biases_where_nothing_comes_in_are_those_of_torch(tmp_path):

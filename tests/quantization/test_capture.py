@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from lumen_lab.errors import QuantizationError
 from lumen_lab.quantization.capture import capture, live_nodes, module_stack, site_of
@@ -98,3 +99,54 @@ def test_a_network_that_looks_at_values_is_refused():
 
     with pytest.raises(QuantizationError, match="cannot be exported with an open batch"):
         capture(Net().eval(), torch.zeros(1, 3))
+
+
+class InPlace(nn.Module):
+    """A conv, and what changes its result in place."""
+
+    def __init__(self, then):
+        super().__init__()
+        self.conv, self.then = nn.Conv2d(3, 4, 1), then
+
+    def forward(self, image):
+        return self.then(self.conv(image))
+
+
+def relu_then_read(x):
+    F.relu_(x)
+    return 2 * x
+
+
+def read_before_and_after(x):
+    before = x * 3
+    x += before
+    return x * before
+
+
+def twice(x):
+    x.mul_(2)
+    x.sub_(1.0)
+    return x.sigmoid_()
+
+
+@pytest.mark.parametrize("then", [relu_then_read, read_before_and_after, twice])
+def test_what_is_read_after_a_change_in_place_is_what_was_changed(then):
+    """Reading the tensor by its old name would give what it was before."""
+    torch.manual_seed(0)
+    net, images = InPlace(then).eval(), torch.randn(2, 3, 4, 4)
+    graph = capture(net, images[:1])
+    assert not any(str(node.target).partition(".")[2].split(".")[0].endswith("_") for node in graph.graph.nodes)
+    with torch.no_grad():
+        assert torch.equal(graph(images), net(images))
+
+
+def test_a_change_that_views_would_see_is_refused():
+    def seen(x):
+        part = x[:, :2]
+        x.add_(1.0)
+        return part
+
+    with pytest.raises(
+        QuantizationError, match=r"aten.add_.Tensor at .* changes a tensor of which 'slice_1'"
+    ):
+        capture(InPlace(seen).eval(), torch.zeros(1, 3, 4, 4))
