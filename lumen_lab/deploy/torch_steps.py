@@ -22,21 +22,26 @@ from lumen_lab.deploy.steps_off import (
     writing_operations,
 )
 from lumen_lab.errors import ArtifactError
+from lumen_lab.quantization.encoding import Encoding
 from lumen_lab.quantization.npu_graph import NPUGraph, PartialRun
-from lumen_lab.quantization.placing import QUANTISER
+from lumen_lab.quantization.placing import encoding_source
 
 
 class QuantisedValues(fx.Interpreter):
-    """Runs a graph and keeps what each quantiser makes of the operation that it follows, by that operation's name."""
+    """Runs a graph and keeps what each quantiser makes of the operation that it follows, by that operation's name, and
+    the value of ``result`` by its own."""
 
-    def __init__(self, graph: fx.GraphModule):
+    def __init__(self, graph: fx.GraphModule, result: fx.Node):
         super().__init__(graph)
+        self.result = result
         self.found: dict[str, Tensor] = {}
 
     def run_node(self, node: fx.Node) -> object:
         value = super().run_node(node)
         if node.op == "call_module":
             self.found.setdefault(node.args[0].name, value)
+        if node is self.result:
+            self.found[node.name] = value
         return value
 
 
@@ -52,13 +57,16 @@ def torch_steps(graph: NPUGraph, onnx_path: str | Path, pictures: Iterable[Tenso
     model = read_onnx(onnx_path)
     (source,), (output,) = ([value.name for value in values] for values in (model.graph.input, model.graph.output))
     writers = writing_operations(model)
-    last = PartialRun(graph).result.target.removeprefix(QUANTISER)
-    inside = {name: integers_of(name) for name in graph.quantisers if integers_of(name) in writers and name != last}
+    result = PartialRun(graph).result
+    ending = graph.graph_module.get_submodule(encoding_source(result).target).encoding
+    inside = {name: integers_of(name) for name in graph.quantisers if integers_of(name) in writers}
     if source not in graph.quantisers or output not in writers:
         raise ArtifactError(f"{Path(onnx_path).name} is not this graph in integers, input to output; export it again.")
     encoding = graph.quantisers[source].encoding
     inputs = [encoding.quantise(picture.numpy()) for batch in pictures for picture in batch.split(1)]
-    expected = [torch_integers(graph, inside | {last: output}, encoding.dequantise(one)) for one in inputs]
+    encodings = {name: graph.quantisers[own].encoding for own, name in inside.items()} | {output: ending}
+    named = inside | {result.name: output}
+    expected = [torch_integers(graph, named, encodings, encoding.dequantise(one)) for one in inputs]
     probed = with_outputs(onnx_path, [value_called(name) for name in inside.values()])
     given = [
         {source: one} | {f"{name}{GIVEN}": values[name] for name in inside.values()}
@@ -71,10 +79,11 @@ def torch_steps(graph: NPUGraph, onnx_path: str | Path, pictures: Iterable[Tenso
     return StepsReport(Path(onnx_path).name, "", len(inputs), outputs=outputs, operations=operations)
 
 
-def torch_integers(graph: NPUGraph, tensors: Mapping[str, str], picture: np.ndarray) -> dict[str, np.ndarray]:
+def torch_integers(
+    graph: NPUGraph, tensors: Mapping[str, str], encodings: Mapping[str, Encoding], picture: np.ndarray
+) -> dict[str, np.ndarray]:
     """What torch computes for one picture, by the names that the QDQ file gives the tensors."""
-    run = QuantisedValues(graph.graph_module)
+    run = QuantisedValues(graph.graph_module, PartialRun(graph).result)
     device = next((weight.device for weight in graph.parameters()), torch.device("cpu"))
     run.run(torch.from_numpy(picture).to(device))
-    quantisers = graph.quantisers
-    return {name: quantisers[own].encoding.quantise(run.found[own].cpu().numpy()) for own, name in tensors.items()}
+    return {name: encodings[name].quantise(run.found[own].cpu().numpy()) for own, name in tensors.items()}

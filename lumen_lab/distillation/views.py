@@ -12,7 +12,7 @@ from torch.fx.passes.split_module import split_module
 from torch.utils.checkpoint import checkpoint
 
 from lumen_lab.errors import LumenError
-from lumen_lab.quantization.npu_graph import NPUGraph
+from lumen_lab.quantization.npu_graph import NPUGraph, in_float32
 from lumen_lab.quantization.values import before_quantiser, logits_of, outputs_of, returning
 from lumen_lab.taps import find
 
@@ -78,7 +78,8 @@ class GraphView(nn.Module):
         self.graph, self.shown = graph, recomputed(shown, parts) if parts > 1 else shown
 
     def forward(self, image: Tensor) -> Shown:
-        return self.shown(image)
+        with in_float32(image):
+            return self.shown(image)
 
 
 class Recomputed(nn.Module):

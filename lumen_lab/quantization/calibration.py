@@ -166,9 +166,9 @@ def set_encoding(
     quantiser: FakeQuantize, observer: Observer, method: str, fixed: tuple[float, float] | None = None
 ) -> dict[str, object]:
     """One quantiser's encoding, by the range that is known (``fixed``) or by what was seen; the fields of its row."""
+    quantiser.fixed = fixed is not None
     if fixed is not None:
         method, ends = "fixed", fixed
-        quantiser.fixed = True
     elif method == CONSTANT:
         ends = observer.lowest, observer.highest
     else:

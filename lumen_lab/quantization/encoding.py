@@ -9,7 +9,7 @@ import numpy as np
 from lumen_lab.errors import QuantizationError
 from lumen_lab.specs import Record
 
-SMALLEST_SCALE = 2.0**-100  # a tensor of zeros still needs a scale whose products with others are normal numbers
+SMALLEST_SCALE = 2.0**-60  # a tensor of zeros still needs a scale, and two such a product that is a normal number
 
 
 @dataclass(frozen=True)

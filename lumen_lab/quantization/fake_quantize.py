@@ -49,7 +49,8 @@ def to_grid(x: Tensor, scale: Tensor, low: float, high: float) -> Tensor:
 class FakeQuantize(nn.Module):
     """The quantised value of an activation or constant; ``encoding`` may be set anew at any time unless ``fixed``.
 
-    ``scale`` is a buffer, or a parameter once ``learn_scale`` was called. Zero points are not learnt.
+    ``scale`` is a buffer, or a parameter once ``learn_scale`` was called. Zero points are not learnt. LSQ's factor on
+    the scale's gradient, 1/√(N·Q), is left out: an optimiser that divides by the gradient's size undoes it.
     """
 
     def __init__(self, encoding: Encoding, *, fixed: bool = False):
@@ -87,7 +88,10 @@ class FakeQuantize(nn.Module):
             self.scale = nn.Parameter(scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        return to_grid(x, self.scale, self.low, self.high)
+        scale = self.scale
+        if isinstance(scale, nn.Parameter):  # one that is learnt may step over zero; its encoding is that of its size
+            scale = scale.abs().clamp_min(SMALLEST_SCALE)
+        return to_grid(x, scale, self.low, self.high)
 
     def extra_repr(self) -> str:
         return f"scale={float(self.scale):.4g}, zero_point={int(self.zero_point)}, bits={self.bits}"

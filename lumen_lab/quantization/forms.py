@@ -92,6 +92,18 @@ def of_grid_sample(node: fx.Node) -> str | None:
     return None
 
 
+def of_resize(node: fx.Node) -> str | None:
+    """torch maps coordinates by the factor that was given, the file by the sizes."""
+    factors, aligned = given(node, 3, "scale_factors"), given(node, 2, "align_corners")
+    before, after = node.args[0].meta.get("val"), node.meta.get("val")
+    if aligned or not factors or before is None or after is None:
+        return None
+    pairs = zip(before.shape[-2:], after.shape[-2:], factors)
+    if all(float(old * factor) == float(new) for old, new, factor in pairs):
+        return None
+    return f"resizes by {tuple(factors)}, which gives no whole sizes; give size="
+
+
 def of_convolution(node: fx.Node) -> str | None:
     padding = given(node, 4, "padding", 0)
     return f"has padding='{padding}'; give it as a number" if isinstance(padding, str) else None
@@ -105,5 +117,6 @@ FORMS: dict[str, Callable[[fx.Node], str | None]] = {
     "aten.max_pool2d.default": of_max_pool,
     "aten.pad.default": of_padding,
     "aten.roll.default": of_roll,
+    "aten.upsample_bilinear2d.vec": of_resize,
 }
 """Operation → what is wrong with the form of one, in words that follow its name, or None."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lumen_lab.errors import ArtifactError, QuantizationError
 from lumen_lab.network.checkpoints import model_name, weights_sha256
 from lumen_lab.quantization.calibration import input_name
+from lumen_lab.quantization.capture import device_of
 from lumen_lab.quantization.npu_graph import NPUGraph
 from lumen_lab.quantization.quantize import placed, rewrites_of
 from lumen_lab.specs import Manifest, TensorSpec, file_sha256, manifest_path, replacing, tool_versions
@@ -36,11 +37,18 @@ def save_graph(graph: NPUGraph, path: str | Path) -> Path:
         kind=KIND,
         made_from=graph.made_from | {"graph_sha256": weights_sha256(graph)},
         versions=tool_versions("torch"),
-        inputs=(TensorSpec(input_name(graph), (1, 3, *graph.size), "NCHW", "float32"),),
-        outputs=(TensorSpec(graph.made_from["output"], (1, 1, *graph.size), "NCHW", "float32"),),
+        inputs=(TensorSpec(input_name(graph), (1, graph.channels, *graph.size), "NCHW", "float32"),),
+        outputs=(TensorSpec(graph.made_from["output"], output_shape(graph), "NCHW", "float32"),),
         files={path.name: file_sha256(path)},
     ).save(manifest_path(path))
     return path
+
+
+def output_shape(graph: NPUGraph) -> tuple[int, ...]:
+    """Of what the graph returns for one picture."""
+    with torch.no_grad():
+        blank = torch.zeros(1, graph.channels, *graph.size, device=device_of(graph))
+        return tuple(graph(blank).shape)
 
 
 def load_graph(path: str | Path, model: nn.Module) -> NPUGraph:
@@ -54,8 +62,8 @@ def load_graph(path: str | Path, model: nn.Module) -> NPUGraph:
         raise ArtifactError(f"{path} is a {manifest.kind}, no NPU graph; give what save_graph wrote.")
     made_from = dict(manifest.made_from)
     saved_sha256 = made_from.pop("graph_sha256", None)
-    size = manifest.inputs[0].shape[-2:]
-    here = {"network": model_name(model), "rewrites": rewrites_of(model), "input_shapes": f"1x3x{size[0]}x{size[1]}"}
+    shape = manifest.inputs[0].shape
+    here = {"network": model_name(model), "rewrites": rewrites_of(model), "input_shapes": "x".join(map(str, shape))}
     for name in TOLD:
         if here[name] != made_from.get(name):
             raise QuantizationError(
@@ -63,7 +71,7 @@ def load_graph(path: str | Path, model: nn.Module) -> NPUGraph:
                 "network that was quantised, rewritten by the same plan."
             )
     like = next(model.parameters(), torch.zeros(()))
-    example = torch.zeros(1, 3, *size, dtype=like.dtype, device=like.device)
+    example = torch.zeros(shape, dtype=like.dtype, device=like.device)
     graph = placed(model, example, bits=bits_in(made_from.get("bits", "")), output=made_from["output"])
     fill(graph, safetensors.torch.load_file(path), path)
     graph.made_from = made_from

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -25,22 +25,32 @@ class NPUGraph(nn.Module):
 
     ``graph_module`` is the captured graph with a quantiser behind every operation that has an encoding of its own, and
     behind weights, biases and constants. Weights carry the names of the network they come from. ``size`` is (H, W);
-    ``calibration`` what ``quantize`` found, None where the encodings come from elsewhere.
+    ``ends_in_mask`` says whether the output is the mask itself, 0 to 1, and no logits; ``calibration`` what
+    ``quantize`` found, None where the encodings come from elsewhere.
     The state dict holds weights, encodings and widths; it loads into a graph of the same network and widths.
     """
 
-    def __init__(self, graph: fx.GraphModule, size: tuple[int, int], made_from: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        size: tuple[int, int],
+        made_from: Mapping[str, str] | None = None,
+        *,
+        ends_in_mask: bool = False,
+    ):
         super().__init__()
         self.graph_module = graph
         self.size = size
         self.made_from = dict(made_from or {})
+        self.ends_in_mask = ends_in_mask
         self.calibration: Calibration | None = None
         self._targets = {name: node.target for name, node in self.calls().items()}
         bits = [quantiser.bits for quantiser in self.quantisers.values()]
         self.register_buffer("widths", torch.tensor(bits, dtype=torch.uint8))
 
     def forward(self, image: Tensor) -> Tensor:
-        return self.graph_module(image)
+        with in_float32(image):
+            return self.graph_module(image)
 
     def __deepcopy__(self, memo: dict[int, object]) -> NPUGraph:
         made = memo[id(self)] = type(self).__new__(type(self))
@@ -58,11 +68,6 @@ class NPUGraph(nn.Module):
         """Of the image, as the network was captured."""
         image = next(node for node in self.graph_module.graph.nodes if node.op == "placeholder")
         return int(image.meta["val"].shape[1]) if "val" in image.meta else 3
-
-    @property
-    def ends_in_mask(self) -> bool:
-        """Whether the output is the mask itself, 0 to 1, and no logits."""
-        return self.made_from.get("output") == "mask"
 
     def calls(self) -> dict[str, fx.Node]:
         """The node of every quantiser by its name: that of the operation, weight or constant it follows.
@@ -98,6 +103,7 @@ class NPUGraph(nn.Module):
             for target, module in targets.items():
                 if hasattr(before[target], "scale"):  # biases are counted in it
                     module.scale = before[target].scale
+                module.train(before[target].training)
                 setattr(self.graph_module, target, module)
             yield
         finally:
@@ -162,6 +168,9 @@ class NPUGraph(nn.Module):
             quantiser = getattr(self.graph_module, node.target)
             if isinstance(quantiser, FakeQuantize) and not quantiser.fixed:
                 quantiser.encoding = encoding_for_range(*ranges[origin(node, ranges)], bits=quantiser.bits)
+        for name, quantiser in self.quantisers.items():
+            if name in other.quantisers:
+                quantiser.fixed = other.quantisers[name].fixed
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors) -> None:
         given = state_dict.get(f"{prefix}widths")
@@ -171,6 +180,17 @@ class NPUGraph(nn.Module):
             )
             return
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+
+
+def in_float32(image: Tensor) -> AbstractContextManager:
+    """A context for a forward pass, in which autocast has no say: integers are counted in float32.
+
+    ``QuantizationError`` for an image of another type.
+    """
+    if image.dtype != torch.float32:
+        raise QuantizationError(f"An NPU graph reads float32 images, found {image.dtype}; give image.float().")
+    kind = image.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 def freeze_scale(quantiser: FakeQuantize) -> None:

@@ -40,16 +40,18 @@ def quantize(
     bits: Mapping[str, int] | None = None,
     output: str = "mask",
     by_reader: bool = True,
+    input_range: tuple[float, float] | None = NORMALISED_RANGE,
     progress: bool = True,
 ) -> NPUGraph:
-    """``model`` as the NPU's graph, calibrated: image (B, 3, H, W), normalised -> mask or logits on their integer grid.
+    """``model`` as the NPU's graph, calibrated: image (B, C, H, W), normalised -> mask or logits on their integer grid.
 
     ``calibration``: a few dozen pictures like those to come: batches or dicts of normalised tensors, or images, which
     are resized (``calibrate``). ``example`` (1, 3, H, W) gives the size; by default the network's own. ``method``: how
     ranges are chosen (``ranges.METHODS``, or "least_error"; docs/quantization.md compares them). ``bits``: a width, 8
     or 16, for operations by name. ``output``: "mask" puts a sigmoid behind the network, so that its integers are the
-    mask in steps of 1/256; "logits" leaves it. ``by_reader``: ranges by what reads a tensor. The weights are copied,
-    ``model`` stays as it is; what was found is the graph's ``calibration``.
+    mask in steps of 1/256, unless it ends in one; "logits" leaves it. ``by_reader``: ranges by what reads a tensor.
+    ``input_range``: between what the pictures lie, by default ImageNet's normalisation; None takes what is seen. The
+    weights are copied, ``model`` stays as it is; what was found is the graph's ``calibration``.
 
     ``QuantizationError`` for no pictures, one of another size or with NaN, a network in training mode or without a
     size, and for an operation without a rule.
@@ -59,10 +61,11 @@ def quantize(
     check_method(method)
     check_float32(model)
     example = example_for(model, example)
-    pictures = looked_into(calibration, example)
+    pictures = looked_into(calibration, example, input_range)
     graph = placed(model, example, bits=bits, output=output)
-    found = calibrate(graph, pictures, method=method, by_reader=by_reader, progress=progress)
-    graph.calibration, graph.made_from = found, made_from(model, found, output=output, size=graph.size, bits=bits or {})
+    found = calibrate(graph, pictures, method=method, by_reader=by_reader, input_range=input_range, progress=progress)
+    graph.calibration = found
+    graph.made_from = made_from(model, found, output=output, shape=tuple(example.shape), bits=bits or {})
     return graph.eval()
 
 
@@ -73,7 +76,8 @@ def placed(
     captured = capture(model, example)
     if output == "mask":
         append_sigmoid(captured)
-    return NPUGraph(put_quantisers(captured, bits=bits), (int(example.shape[-2]), int(example.shape[-1])))
+    size = int(example.shape[-2]), int(example.shape[-1])
+    return NPUGraph(put_quantisers(captured, bits=bits), size, ends_in_mask=output == "mask")
 
 
 def append_sigmoid(graph: fx.GraphModule) -> None:
@@ -130,37 +134,40 @@ def example_for(model: nn.Module, example: Tensor | None) -> Tensor:
     return found[:1]
 
 
-def looked_into(pictures: Iterable, example: Tensor) -> Iterable:
+def looked_into(
+    pictures: Iterable, example: Tensor, input_range: tuple[float, float] | None = NORMALISED_RANGE
+) -> Iterable:
     """The pictures, which must be of the example's size, the first of them checked before anything that takes long."""
     iterator = iter(pictures)
     first = next(iterator, None)
     if first is None:
         raise QuantizationError(NO_PICTURES)
     for picture in checked_batch(first, tuple(example.shape[-2:]), channels=example.shape[1]):
-        check_normalised(picture)
+        if input_range is not None:
+            check_normalised(picture, input_range)
     return pictures if hasattr(pictures, "__len__") else chain([first], iterator)
 
 
-def check_normalised(picture: Tensor) -> None:
+def check_normalised(picture: Tensor, input_range: tuple[float, float] = NORMALISED_RANGE) -> None:
     """``QuantizationError`` for a picture beyond what a normalised one can be: 0 to 255 were given, for example."""
     low, high = float(picture.min()), float(picture.max())
-    if low < NORMALISED_RANGE[0] - BEYOND or high > NORMALISED_RANGE[1] + BEYOND:
+    if low < input_range[0] - BEYOND or high > input_range[1] + BEYOND:
         raise QuantizationError(
             f"The first calibration picture goes from {low:.4g} to {high:.4g}, a normalised one lies between "
-            f"{NORMALISED_RANGE[0]:.2f} and {NORMALISED_RANGE[1]:.2f}; give images (uint8 H×W×3), or normalise it: "
-            "(x / 255 − mean) / std."
+            f"{input_range[0]:.2f} and {input_range[1]:.2f}; give images (uint8 H×W×3), normalise it, (x / 255 − mean) "
+            "/ std, or say with input_range= between what it lies."
         )
 
 
 def made_from(
-    model: nn.Module, found: Calibration, *, output: str, size: tuple[int, int], bits: Mapping[str, int]
+    model: nn.Module, found: Calibration, *, output: str, shape: tuple[int, ...], bits: Mapping[str, int]
 ) -> dict[str, str]:
     """What the graph depends on, for the manifest of what is made of it."""
     return {
         "network": model_name(model),
         "weights_sha256": weights_sha256(model),
         "rewrites": rewrites_of(model),
-        "input_shapes": f"1x3x{size[0]}x{size[1]}",
+        "input_shapes": "x".join(map(str, shape)),
         "output": output,
         "bits": widths_in_words(bits),
         "calibration_pictures": str(found.pictures),

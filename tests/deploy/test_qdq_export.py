@@ -197,3 +197,16 @@ def test_biases_where_nothing_comes_in_are_those_of_torch(tmp_path):
     graph = graph_of(net)
     expected, found = integers(graph, export_qdq(graph, tmp_path / "dead.onnx"), torch.randn(1, 3, *SIZE))
     assert np.array_equal(expected, found) and np.ptp(found) > 100
+
+
+def test_an_output_that_is_called_like_another_value_is_refused(tmp_path):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 1, 1)
+
+        def forward(self, mask):
+            return self.conv(mask)
+
+    with pytest.raises(ExportError, match="'mask' is a value of this graph already; give the output another"):
+        export_qdq(graph_of(Masked().eval()), tmp_path / "net.onnx", output_name="mask")

@@ -50,3 +50,19 @@ def test_a_file_with_float_ends_is_refused(graph, tmp_path):
     path = export_qdq(graph, tmp_path / "net.onnx", float_ends=True)
     with pytest.raises(ArtifactError, match="in integers, input to output"):
         torch_steps(graph, path, [torch.rand(1, 3, *SIZE)])
+
+
+@pytest.mark.parametrize(
+    "end",
+    [nn.Flatten(2), nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True)],
+    ids=["moved", "resized"],
+)
+def test_an_output_without_an_encoding_of_its_own(end, tmp_path):
+    """What is moved, or resized to the encoding of its input."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1), end).eval()
+    pictures = torch.rand(2, 3, 8, 8)
+    graph = quantize(net, pictures, example=pictures[:1], output="logits", progress=False)
+    report = torch_steps(graph, export_qdq(graph, tmp_path / "net.onnx"), [pictures])
+    (output,) = report.outputs
+    assert output.max <= 1 and output.equal > 0.97

@@ -76,3 +76,14 @@ def test_a_batch_norm_is_told_how_to_go():
         place(Of(nn.BatchNorm2d(4)))
     with pytest.raises(QuantizationError, match=r"aten.elu.default at 'done' has no rule .*docs/quantization.md lists"):
         place(Of(nn.ELU()))
+
+
+@pytest.mark.parametrize("factor", [1.3, 0.7])
+def test_a_resize_to_no_whole_size_is_refused(factor):
+    """torch maps coordinates by 1.3, the file by 10 ÷ 8."""
+    resize = nn.Upsample(scale_factor=factor, mode="bilinear")
+    with pytest.raises(QuantizationError, match=r"resizes by \(.*\), which gives no whole sizes; give size="):
+        place(Of(resize))
+    place(Of(nn.Upsample(scale_factor=1.5, mode="bilinear")))
+    place(Of(nn.Upsample(scale_factor=factor, mode="bilinear", align_corners=True)))
+    place(Of(nn.Upsample(size=(11, 11), mode="bilinear")))

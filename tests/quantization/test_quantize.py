@@ -14,7 +14,9 @@ from lumen_lab import quantize
 from lumen_lab.errors import QuantizationError
 from lumen_lab.images import to_network_input
 from lumen_lab.network.checkpoints import weights_sha256
+from lumen_lab.quantization.graph_file import load_graph, save_graph
 from lumen_lab.quantization.npu_graph import NPUGraph
+from lumen_lab.specs import Manifest
 
 SIZE = (8, 12)
 quantize_module = importlib.import_module("lumen_lab.quantization.quantize")
@@ -194,3 +196,86 @@ def test_other_precisions_and_graphs_are_refused(net, images, example):
     for dtype in (torch.float64, torch.float16, torch.bfloat16):
         with pytest.raises(QuantizationError, match=r"computes in (b?float\d\d); integers .* give model.float\(\)"):
             quantize(copy.deepcopy(net).to(dtype), images, example=example.to(dtype))
+
+
+# Contract
+
+
+class Ends(nn.Module):
+    """Six channels in, and an end of one's choice."""
+
+    def __init__(self, end=None, *, channels=6, out=3):
+        super().__init__()
+        self.conv, self.end = nn.Conv2d(channels, out, 1), end or nn.Identity()
+
+    def forward(self, image):
+        return self.end(self.conv(image))
+
+
+def six(count=2):
+    return torch.rand(count, 6, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def test_other_channels_and_outputs_are_in_the_contract_and_come_back(tmp_path):
+    net = Ends().eval()
+    graph = quantize(net, six(), example=six(1), output="logits", progress=False)
+    path = save_graph(graph, tmp_path / "six.safetensors")
+    manifest = Manifest.beside(path)
+    assert [spec.shape for spec in (*manifest.inputs, *manifest.outputs)] == [(1, 6, 8, 8), (1, 3, 8, 8)]
+    assert torch.equal(load_graph(path, net)(six()), graph(six()))
+
+
+def test_a_network_that_ends_in_a_sigmoid_gets_no_second_one():
+    net = Ends(nn.Sigmoid(), out=1).eval()
+    graph = quantize(net, six(), example=six(1), progress=False)
+    assert graph.ends_in_mask
+    with torch.no_grad():
+        assert float((graph(six()) - net(six())).abs().max()) < 0.02
+    with pytest.raises(QuantizationError, match="ends in a softmax over classes; give output='logits'"):
+        quantize(Ends(nn.Softmax(1)).eval(), six(), example=six(1), progress=False)
+
+
+def test_a_range_other_than_imagenets_is_asked_for():
+    wide = 8 * six() - 4
+    with pytest.raises(QuantizationError, match="say with input_range= between what it lies"):
+        quantize(Ends().eval(), wide, example=six(1), output="logits", progress=False)
+    for given, ends in (((-4.0, 4.0), (-4.0, 4.0)), (None, (float(wide.min()), float(wide.max())))):
+        graph = quantize(Ends().eval(), wide, example=six(1), output="logits", input_range=given, progress=False)
+        quantiser = next(iter(graph.quantisers.values()))
+        assert quantiser.encoding.range == pytest.approx(ends, abs=0.04)
+        assert quantiser.fixed == (given is not None)
+
+
+def test_autocast_has_no_say_and_other_types_are_refused():
+    graph = quantize(Ends().eval(), six(), example=six(1), output="logits", progress=False)
+    expected = graph(six())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(graph(six()), expected)
+    with pytest.raises(QuantizationError, match=r"reads float32 images, found torch.float64; give image.float\(\)"):
+        graph(six().double())
+
+
+def test_a_graph_in_float_is_in_the_mode_that_it_was_in():
+    graph = quantize(Ends().eval(), six(), example=six(1), output="logits", progress=False)
+    with graph.in_float():
+        assert not any(module.training for module in graph.modules())
+
+
+def test_a_channel_to_which_nothing_comes_and_without_a_bias_is_zero():
+    """Its scale times that of an input of zeros must be a number that can be divided by."""
+    net = nn.Sequential(nn.Conv2d(6, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1)).eval()
+    with torch.no_grad():
+        net[0].bias.fill_(-100)
+        net[2].weight[0], net[2].bias[0] = 0, 0
+    found = quantize(net, six(), example=six(1), output="logits", progress=False)(six())
+    assert found.isfinite().all() and float(found[:, 0].abs().max()) == 0
+
+
+def test_a_learnt_scale_that_steps_over_zero_is_that_of_its_encoding():
+    graph = quantize(Ends().eval(), six(), example=six(1), output="logits", progress=False)
+    graph.learn_scales()
+    with torch.no_grad():
+        graph.quantisers["conv2d"].scale.mul_(-1)
+    before = graph(six())
+    graph.freeze_scales()
+    assert torch.equal(graph(six()), before)

@@ -53,7 +53,6 @@ def lumen_lab(task: Task) -> None:
     graph = placed(student, example)  # with calibrate, what quantize does
     lap("capture")
     calibrate(graph, map(torch.from_numpy, batches(task)), progress=False)
-    graph.made_from = {"output": "mask"}
     lap("calibrate")
     lab.export_qdq(graph, task["out"])
     lap("emit")
