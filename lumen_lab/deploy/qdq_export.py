@@ -37,10 +37,8 @@ def export_qdq(graph: NPUGraph, path: str | Path, *, output_name: str | None = N
     if path.suffix != ".onnx":
         raise ExportError(f"An ONNX file is named .onnx, asked for '{path.name}'; change the ending.")
     build = built(graph, float_ends=float_ends)
-    if output_name in {ends(build)[0].name, *(node.name for node in graph.graph_module.graph.nodes if node.users)}:
-        raise ExportError(
-            f"'{output_name}' is a value inside this graph already; give the output another output_name=."
-        )
+    if output_name in {ends(build)[0].name, *(name for made in build.nodes for name in made.output)}:
+        raise ExportError(f"'{output_name}' is a value of this graph already; give the output another output_name=.")
     proto = model_proto(build, output_name, float_ends=float_ends)
     write_proto(proto, path)
     manifest(graph, build, proto, path, float_ends=float_ends).save(manifest_path(path))

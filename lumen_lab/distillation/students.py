@@ -98,7 +98,7 @@ def stages_of(plan: str, rung: str, given: argparse.Namespace) -> tuple[DistillR
     """The recipes of one rung: a plan that substitutes nothing has nothing to recover from."""
     stages = () if plan == "exact" else (dataclasses.replace(RECOVERY, steps=given.recovery_steps),)
     stages += (dataclasses.replace(IN_INTEGERS, steps=given.steps),)
-    changed = {"weights": RUNGS[rung], "scenes": given.scenes, "seed": given.seed}
+    changed = {"weights": RUNGS[rung], "scenes": given.scenes, "batch": given.batch, "seed": given.seed}
     return tuple(dataclasses.replace(stage, **changed) for stage in stages)
 
 
@@ -115,6 +115,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rungs", nargs="+", choices=RUNGS, default=["distilled"])
     parser.add_argument("--recovery-steps", type=at_least(1), default=RECOVERY.steps)
     parser.add_argument("--steps", type=at_least(1), default=IN_INTEGERS.steps, help="in integers")
+    parser.add_argument("--batch", type=at_least(1), default=IN_INTEGERS.batch)
     parser.add_argument("--scenes", type=at_least(1), default=RECOVERY.scenes)
     parser.add_argument("--seed", type=at_least(0), default=0)
     parser.add_argument("--threads", type=at_least(1), default=1, help="at this size a second one idles")
