@@ -11,11 +11,11 @@ from lumen_lab.figures import learning_curve
 
 ROOT = Path(__file__).resolve().parents[1]
 MICRO = ROOT / "data" / "micro"
-SIZES = {2000: "96 px", 4880: "128 px", 7488: "192 px"}  # what the network is trained at, from these steps on
+SIZES = {0: "96 px", 7000: "128 px", 16000: "192 px"}  # what the network is trained at, from these steps on
 
 
 def curve():
-    """Scores on scenes of the validation split, always at 192 px, over the steps of the last two runs."""
+    """Scores on scenes of the validation split, always at 192 px, over the steps."""
     with (MICRO / "validation.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     names = [name for name in rows[0] if name != "step"]
