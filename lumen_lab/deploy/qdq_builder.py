@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 class ShapesAndConstants(fx.Interpreter):
     """Runs a graph once and keeps each tensor's shape, and the value of what does not depend on the input.
 
-    What depends on the input has a shape here and no values ("meta"), so that no memory and next to no time is spent
-    on it.
+    What depends on the input is not computed: it has the shape that it was captured with, for the batch that is run,
+    and no values ("meta").
     """
 
     def __init__(self, graph: fx.GraphModule):
@@ -35,8 +36,16 @@ class ShapesAndConstants(fx.Interpreter):
         self.shapes: dict[fx.Node, tuple[int, ...]] = {}
         self.constants: dict[fx.Node, object] = {}
 
+    def run(self, image: Tensor) -> object:
+        self.batch = image.shape[0]
+        return super().run(image)
+
     def run_node(self, node: fx.Node) -> object:
-        value = super().run_node(node)
+        captured = node.meta.get("val") if node in self.live and node.op == "call_function" else None
+        if isinstance(captured, Tensor):
+            value = torch.empty([size_at(size, self.batch) for size in captured.shape], device="meta")
+        else:
+            value = super().run_node(node)
         if isinstance(value, Tensor):
             self.shapes[node] = tuple(value.shape)
         if node not in self.live:
@@ -52,6 +61,13 @@ class ShapesAndConstants(fx.Interpreter):
     def call_module(self, target: str, args: tuple, kwargs: dict) -> object:
         """A quantiser: its value has the shape of what it quantises."""
         return args[0] if args[0].is_meta else super().call_module(target, args, kwargs)
+
+
+def size_at(size: int | torch.SymInt, batch: int) -> int:
+    """A captured size, in which the batch is left open, for one batch."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.expr.subs(dict.fromkeys(size.node.expr.free_symbols, batch)))
 
 
 def without_values(tensor: Tensor) -> Tensor:

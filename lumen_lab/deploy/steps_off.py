@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import onnx
 
 GIVEN = "_given"  # behind the name of a value that the NPU computed
+MOST_COUNTED = 256  # steps: all that eight bits can be off
 Inputs = np.ndarray | Mapping[str, np.ndarray]
 
 
@@ -33,12 +34,13 @@ Inputs = np.ndarray | Mapping[str, np.ndarray]
 class StepsOff(Record):
     """The differences in one tensor of integers, the NPU's minus the CPU's (or the CPU's minus torch's).
 
-    ``counts``: values that are off by 0, 1, 2 and more steps. ``mean_steps`` keeps the sign: a bias towards one side.
+    ``counts``: how many values are off by 0, 1, 2 … steps; the last of ``MOST_COUNTED`` + 1 holds all that are further
+    off. ``mean_steps`` keeps the sign: a bias towards one side.
     ``onnx_node`` and ``op_type`` are those of the operation that wrote it, ``site`` its torch module.
     """
 
     tensor: str
-    counts: tuple[int, int, int, int]
+    counts: tuple[int, ...]
     max_steps: int
     mean_steps: float
     onnx_node: str = ""
@@ -53,12 +55,18 @@ class StepsOff(Record):
     @property
     def within_one(self) -> float:
         """The share of values that are at most one step off."""
-        return (self.counts[0] + self.counts[1]) / sum(self.counts)
+        return sum(self.counts[:2]) / sum(self.counts)
 
     @property
     def within_two(self) -> float:
         """The share of values that are at most two steps off."""
-        return 1 - self.counts[3] / sum(self.counts)
+        return sum(self.counts[:3]) / sum(self.counts)
+
+    @property
+    def grouped(self) -> tuple[int, int, int, int]:
+        """How many are off by 0, 1, 2 and more steps."""
+        first = (*self.counts[:3], 0, 0, 0)[:3]
+        return (*first, sum(self.counts[3:]))
 
     def figures(self) -> dict[str, object]:
         """The shares for a table."""
@@ -272,7 +280,7 @@ def steps_of(
         raise ArtifactError(f"{name} holds {expected[0][name].dtype}, which has no steps; export it with integer ends.")
     pairs = zip(found, expected, strict=True)
     off = np.concatenate([(one[name].astype(np.int64) - other[name]).reshape(-1) for one, other in pairs])
-    far = np.bincount(np.minimum(np.abs(off), 3), minlength=4)
+    far = np.bincount(np.minimum(np.abs(off), MOST_COUNTED), minlength=3)
     return StepsOff(
         tensor=name,
         counts=tuple(int(count) for count in far),

@@ -45,7 +45,7 @@ def steps_figure(reports: Mapping[str, StepsReport], *, title: str = "") -> Figu
 def draw_shares(axes: Axes, outputs: Mapping[str, StepsOff]) -> None:
     """One stacked bar an output."""
     for place, row in enumerate(outputs.values()):
-        shares, left = np.array(row.counts) / sum(row.counts), 0.0
+        shares, left = np.array(row.grouped) / sum(row.grouped), 0.0
         for share, color in zip(shares, COLORS, strict=True):
             axes.barh(place, share, left=left, height=0.6, color=color)
             left += share
