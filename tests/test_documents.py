@@ -26,3 +26,13 @@ def test_a_rewrite_of_ones_own_goes_from_the_record_to_onnx(repository, in_scrat
     exec(compile(use, "docs/rewrites.md", "exec"), {})
     assert "import mine" in capsys.readouterr().out
     assert (in_scratch / "build/mine.onnx").is_file()
+
+
+def test_a_network_of_ones_own_goes_from_pictures_to_integers(repository, in_scratch):
+    (block,) = python_blocks(repository / "docs/quantization.md")
+    (in_scratch / "build").mkdir()
+    found = {}
+    exec(compile(block, "docs/quantization.md", "exec"), found)
+    assert (in_scratch / "build/mine.onnx").is_file()
+    assert found["mixed"].ends_in_mask
+    assert {name: found["mixed"].quantisers[name].bits for name in found["choice"].bits} == dict(found["choice"].bits)

@@ -360,7 +360,8 @@ def measure_pareto(
 
 def in_widths(graph: NPUGraph, bits: Mapping[str, int]) -> NPUGraph:
     """A copy of a calibrated ``graph`` with other widths, its weights and ranges."""
-    mixed = NPUGraph(put_quantisers(without_quantisers(graph.graph_module), bits=bits), graph.size, graph.made_from)
+    placed = put_quantisers(without_quantisers(graph.graph_module), bits=bits)
+    mixed = NPUGraph(placed, graph.size, graph.made_from, ends_in_mask=graph.ends_in_mask)
     mixed.carry_encodings(graph)
     mixed.made_from["bits"] = widths_in_words(bits)
     return mixed.train(graph.training)

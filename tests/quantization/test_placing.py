@@ -415,44 +415,8 @@ def test_without_quantisers_the_graph_is_as_it_was_captured():
     assert any(node.op == "call_module" for node in placed.graph.nodes)
 
 
-# ReLU
-
-
-class Read(nn.Module):
-    """What a ReLU reads, with or without another reader."""
-
-    def __init__(self, *, twice, summed):
-        super().__init__()
-        self.conv, self.other, self.end = nn.Conv2d(3, 8, 1), nn.Conv2d(3, 8, 1), nn.Conv2d(8, 1, 1)
-        self.twice, self.summed = twice, summed
-
-    def forward(self, image):
-        x = self.conv(image) + self.other(image) if self.summed else self.conv(image)
-        return self.end(F.relu(x) + x if self.twice else F.relu(x))
-
-
-@pytest.mark.parametrize("summed", [False, True], ids=["conv", "sum"])
-@pytest.mark.parametrize("twice", [False, True], ids=["alone", "read again"])
-def test_a_relu_and_what_it_reads_are_in_one_encoding(twice, summed):
-    """The compiler makes one operation of them, so that two grids would be one too many."""
-    graph = NPUGraph(put_quantisers(capture(Read(twice=twice, summed=summed).eval(), torch.zeros(1, 3, *SIZE))), SIZE)
-    before = "add" if summed else "conv2d"
-    assert (before in graph.quantisers) == twice
-    assert ("relu" in graph.quantisers) == (not twice)
-    called = [node.target for node in graph.graph_module.graph.nodes if node.op == "call_module"]
-    assert called.count(QUANTISER + before) == (2 if twice else 0)
-
-
-def test_a_relu_behind_a_layer_norm_has_its_own():
-    net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.LayerNorm(8), nn.ReLU()).eval()
-    graph = NPUGraph(put_quantisers(capture(net, torch.zeros(1, 3, *SIZE))), SIZE)
-    assert {"layer_norm", "relu"} <= set(graph.quantisers)
-
-
 def test_widths_are_asked_for_by_name(place):
     with pytest.raises(QuantizationError, match="bits maps names of operations to 8 or 16; 16 was given"):
         put_quantisers(capture(nn.Conv2d(3, 4, 1).eval(), torch.zeros(1, 3, *SIZE)), bits=16)
-    with pytest.raises(
-        QuantizationError, match=r"'conv', .* called so \(near: conv2d.*\); list\(graph"
-    ):
+    with pytest.raises(QuantizationError, match=r"'conv', .* called so \(near: conv2d.*\); list\(graph"):
         place(conv=16)
