@@ -24,20 +24,21 @@ class _ToGrid(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, scale: Tensor, low: float, high: float) -> Tensor:
-        steps = (x / scale).round_()
+        exact = x / scale
+        steps = exact.round()
         clipped = steps.clamp(low, high)
         inside = steps == clipped
-        learnt = scale.requires_grad
-        ctx.save_for_backward(inside, *((x, scale, clipped) if learnt else ()))
-        return clipped * scale if learnt else clipped.mul_(scale)
+        ctx.shape = scale.shape
+        learnt = (torch.where(inside, clipped - exact, clipped),) if scale.requires_grad else ()
+        ctx.save_for_backward(inside, *learnt)
+        return clipped.mul_(scale)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
         inside, *learnt = ctx.saved_tensors
         of_scale = None
         if learnt and ctx.needs_input_grad[1]:
-            x, scale, clipped = learnt
-            of_scale = (gradient * torch.where(inside, clipped - x / scale, clipped)).sum().reshape(scale.shape)
+            of_scale = (gradient * learnt[0]).sum().reshape(ctx.shape)
         return gradient * inside, of_scale, None, None
 
 
