@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -88,7 +88,7 @@ def groups_of(replaced: Iterable[Sequence[str]], *traces: LayerTrace) -> tuple[t
     """The groups of paths as tuples; ``LumenError`` for one that is empty, no list of paths, or of another network.
 
     Only traces of torch modules know all paths; where there are none, unknown ones pass. A path inside what a rewrite
-    put there may be gone by now.
+    put there, be it that of another group, may be gone by now or lie outside the sites of a trace.
     """
     if isinstance(replaced, str) or not isinstance(replaced, Iterable):
         raise LumenError(f"replaced is a list of groups of paths, found {replaced!r}; write [('norm2', 'fc1')].")
@@ -98,10 +98,17 @@ def groups_of(replaced: Iterable[Sequence[str]], *traces: LayerTrace) -> tuple[t
         if not (group and paths_only):
             raise LumenError(f"A group of replaced paths is like ('norm2', 'fc1'), found {group!r}; leave out others.")
     if any(trace.modules is not None for trace in traces):
-        gone = [path for trace in traces for path in trace.rewritten or ()]
-        asked = [path for group in groups for path in group if not any(path.startswith(f"{x}.") for x in gone)]
+        made = {path for paths in (*groups, *(trace.rewritten or () for trace in traces)) for path in paths}
+        asked = [path for group in groups for path in group if not made & set(parents(path))]
         require_sites(asked, known_paths(*traces), " and ".join(trace.name for trace in traces))
     return tuple(map(tuple, groups))
+
+
+def parents(path: str) -> Iterator[str]:
+    """The modules around a module, innermost first, the network itself left out."""
+    while "." in path:
+        path = path.rpartition(".")[0]
+        yield path
 
 
 def known_paths(*traces: LayerTrace) -> dict[str, None]:

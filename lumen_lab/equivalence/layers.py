@@ -55,7 +55,8 @@ class LayerTrace:
     ``absent`` maps sites that have no tensor here to the reason, which for all others is ``otherwise``; ``rewritten``
     maps paths to the rewrite that made the module there (None: not known). ``chosen``: the sites asked for (None: all).
     ``inputs``: what went in, in order, as it was given (None: not known); ``modules``: the paths of all modules, those
-    without a tensor here included (None: not known).
+    without a tensor here included (None: not known); ``order``: (site, call) of every call, those that were not kept
+    included, as they were finished (None: not known).
     """
 
     name: str
@@ -67,6 +68,7 @@ class LayerTrace:
     chosen: frozenset[str] | None = None
     inputs: tuple[LayerTensor, ...] | None = None
     modules: frozenset[str] | None = None
+    order: tuple[tuple[str, int], ...] | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -77,7 +79,16 @@ class LayerTrace:
     @property
     def calls(self) -> dict[str, int]:
         """How often each site was called."""
-        return dict(Counter(site for site, _ in dict.fromkeys((x.site, x.call) for x in self.layers)))
+        return dict(Counter(site for site, _ in self._kept))
+
+    @property
+    def finished(self) -> tuple[tuple[str, int], ...]:
+        """(site, call) in the order in which they were finished: of all calls, or of those kept if no more is known."""
+        return self._kept if self.order is None else self.order
+
+    @property
+    def _kept(self) -> tuple[tuple[str, int], ...]:
+        return tuple(dict.fromkeys((layer.site, layer.call) for layer in self.layers))
 
     def at(self, site: str, call: int = 0) -> list[LayerTensor]:
         """The outputs of one call; ``LumenError`` with the nearest sites if there is none."""
@@ -141,6 +152,7 @@ def trace_torch(
         chosen=chosen,
         inputs=given_inputs(tensor.detach().cpu().numpy().copy() for tensor in given),
         modules=frozenset(modules),
+        order=tuple(recorder.order),
     )
 
 
@@ -169,6 +181,7 @@ class _Recorder:
         self.chosen = chosen
         self.layers: list[LayerTensor] = []
         self.calls: Counter[str] = Counter()
+        self.order: list[tuple[str, int]] = []
         self.given: list[dict[int, int]] = []
         self.copies: dict[int, tuple[weakref.ref, int, np.ndarray]] = {}
 
@@ -191,6 +204,7 @@ class _Recorder:
         def leave(module: nn.Module, args: tuple, output: object) -> None:
             given, call = self.given.pop(), self.calls[path]
             self.calls[path] += 1
+            self.order.append((path, call))
             if self.chosen is None or path in self.chosen:
                 for number, tensor in enumerate(tensors_of(output)):
                     handed_on = given.get(id(tensor)) == tensor._version

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lumen_lab.equivalence.clipped import past_relus
-from lumen_lab.equivalence.given import groups_of, require_same_inputs, told_apart, tolerances
+from lumen_lab.equivalence.given import groups_of, parents, require_same_inputs, told_apart, tolerances
 from lumen_lab.equivalence.layer_report import FIRST, HANDED_ON, NETWORK, LayerReport, LayerRow, UnmatchedLayer
 from lumen_lab.equivalence.layers import LayerTensor, LayerTrace
 from lumen_lab.equivalence.layouts import in_order, order_for
@@ -88,7 +88,7 @@ def refused_calls(
     expected: Layers, found: Layers, reference: LayerTrace, actual: LayerTrace, replaced: Sequence[tuple[str, ...]]
 ) -> dict[Call, Reason]:
     """Calls that both have and that must not be compared, with the reason."""
-    between = between_replaced(expected, found, replaced)
+    between = between_replaced(replaced, reference, actual)
     outside = [{call: x for call, x in layers.items() if call not in between} for layers in (expected, found)]
     refused = standing_for_later(*reversed(outside), actual.name) | standing_for_later(*outside, reference.name)
     refused |= between
@@ -117,13 +117,6 @@ def other_count(site: str, here: LayerTrace, there: LayerTrace) -> Reason:
     return "not called as often in both", counts
 
 
-def parents(path: str) -> Iterator[str]:
-    """The modules around a module, innermost first, the network itself left out."""
-    while "." in path:
-        path = path.rpartition(".")[0]
-        yield path
-
-
 def standing_for_later(one: Layers, other: Layers, name: str) -> dict[Call, Reason]:
     """Calls whose tensor a later call of ``one`` returns too, where ``other`` has two different ones.
 
@@ -146,15 +139,18 @@ def _values(layers: Sequence[LayerTensor]) -> set[int]:
     return {id(layer.values) for layer in layers}
 
 
-def between_replaced(expected: Layers, found: Layers, replaced: Sequence[tuple[str, ...]]) -> dict[Call, Reason]:
-    """Calls from the first of a group of modules replaced together up to, and without, the last."""
-    refused = {}
+def between_replaced(replaced: Sequence[tuple[str, ...]], *traces: LayerTrace) -> dict[Call, Reason]:
+    """Calls from the first of a group of modules replaced together up to, and without, the last.
+
+    The order is that of the whole execution where a trace knows it, so that a site chosen alone is judged as it would
+    be among all.
+    """
+    refused, orders = {}, [trace.finished for trace in traces]
     for group in replaced:
-        last = last_of(group, expected, found)
+        last = last_of(group, *orders)
         reason = "between modules that a rewrite replaced together", f"compared from {last} on"
         before = {path for part in group for path in (part, *parents(part)) if not f"{last}.".startswith(f"{path}.")}
-        for layers in (expected, found):
-            calls = list(layers)
+        for calls in orders:
             ends = [place for place, (site, _) in enumerate(calls) if site == last]
             starts = [place for place, (site, _) in enumerate(calls) if site in group and site != last]
             spans = {max((start for start in starts if start < end), default=end): end for end in ends}
@@ -163,10 +159,10 @@ def between_replaced(expected: Layers, found: Layers, replaced: Sequence[tuple[s
     return refused
 
 
-def last_of(group: Sequence[str], *traces: Layers) -> str:
+def last_of(group: Sequence[str], *orders: Sequence[Call]) -> str:
     """The part of a group that runs last in an execution that has all of them; where none has, the last as listed."""
-    for layers in traces:
-        seen = [site for site, _ in layers if site in group]
+    for calls in orders:
+        seen = [site for site, _ in calls if site in group]
         if set(seen) == set(group):
             return seen[-1]
     return group[-1]
