@@ -19,6 +19,13 @@ from lumen_lab.specs import Record
 
 TABLE = Path(__file__).with_name("chips.csv")
 OLDEST_HTP_ARCH = 68
+OLDER = {
+    66: "SDM865 SM8250 SM8150 SM7250 SM7225 SM7125 SM6375 SM6350 SM6225 SM6150 SM6125 SM4350 QRB5165U QRB5165LE "
+    "QCS7230LA QCS7230LE",
+    65: "SM7150 SDM845",
+}
+"""Chips that LiteRT's ``supported_soc.csv`` has and the NPU compiler does not serve, by the architecture of the DSP."""
+
 COLUMNS = ("chip", "marketing_name", "htp_arch", "soc_model", "vtcm_mb", "supports_fp16", "sources", "note")
 
 
@@ -65,16 +72,29 @@ def find_chip(name: str | Chip) -> Chip:
         return _served(found[0])
     if found:
         raise ChipError(f"{name!r} is the name of several chips: {_listed(found)}; ask by part number.")
+    if (arch := _older().get(_key(name))) is not None:
+        raise ChipError(_not_served(str(name), arch))
     raise ChipError(f"No chip called {name!r} among the {len(load_chips())} with HTP v68 or later. {_nearest(name)}")
 
 
 def _served(chip: Chip) -> Chip:
     if chip.htp_arch < OLDEST_HTP_ARCH:
-        raise ChipError(
-            f"{chip} has HTP v{chip.htp_arch}; the NPU compiler serves v{OLDEST_HTP_ARCH} and later, "
-            "and what it builds for older chips does not run."
-        )
+        raise ChipError(_not_served(str(chip), chip.htp_arch))
     return chip
+
+
+def _not_served(name: str, htp_arch: int) -> str:
+    return (
+        f"{name} has HTP v{htp_arch}; the NPU compiler serves v{OLDEST_HTP_ARCH} and later, and what it builds for "
+        "older chips does not run. Choose a newer chip; load_chips() lists them."
+    )
+
+
+@cache
+def _older() -> dict[str, int]:
+    """Architecture by part number, and by the number on the box where the part number ends in it (SDM865)."""
+    names = [(_key(name), arch) for arch, listed in OLDER.items() for name in listed.split()]
+    return dict(names) | {name.removeprefix("sdm"): arch for name, arch in names}
 
 
 @cache

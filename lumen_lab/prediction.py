@@ -12,8 +12,10 @@ import torch
 from scipy.special import expit, logit
 from torch import nn
 
+from lumen_lab.deploy.report import CompileReport
 from lumen_lab.errors import ArtifactError, LumenError
 from lumen_lab.images import check_image, resize_mask, to_network_input
+from lumen_lab.network.checkpoints import model_name
 from lumen_lab.quantization.npu_graph import NPUGraph
 from lumen_lab.specs import Manifest, TensorSpec, manifest_path
 
@@ -26,26 +28,34 @@ SURE = 2.0**-40  # the least probability of which a logit is taken: none is infi
 QUANTISED = "qdq"  # the kind of a file whose graph must run as it stands: fused INT8 kernels saturate on some machines
 NEAR_END = 0.05  # of 0 and of 1: what a probability comes to wherever a mask is sure
 INTEGERS = ("uint", "int")
+WEIGHTS = (".safetensors", ".pt", ".pth", ".ckpt")  # endings of files without a network in them
+LOADED_BY = {  # the kind of a file of weights: the door that makes a network of it
+    "weights": "load_network(config, weights=path)",
+    "npu graph": "load_graph(path, network) of lumen_lab.quantization.graph_file, network being the rewritten one",
+}
 Predictor = nn.Module | str | Path | Callable[[np.ndarray], np.ndarray]
 
 
-def predict(model_or_artifact: Predictor, image: np.ndarray, *, size: tuple[int, int] | None = None) -> np.ndarray:
+def predict(
+    model_or_artifact: Predictor | CompileReport, image: np.ndarray, *, size: tuple[int, int] | None = None
+) -> np.ndarray:
     """The mask of ``image`` (uint8, (H, W, 3)): float32 (H, W) in [0, 1], at the photograph's own size.
 
     ``model_or_artifact``: a network or an ``NPUGraph`` of it; an ``.onnx`` file, run on the CPU; the ``.onnx`` of a
-    compiled context binary, run in the NPU emulation; or a function from a normalised image (1, 3, h, w) to logits
-    (1, 1, h, w). ``size`` is the (h, w) that it works at; without it, the network's ``config.image_size`` or the
-    artefact's contract decides. An artefact with integer ends is given the image in the encoding of its manifest, and
-    its output is read by it; an output called "mask" is the probability itself. What looks like probabilities instead
-    of logits is warned of.
+    compiled context binary, or the ``CompileReport`` of one, run in the NPU emulation; or a function from a normalised
+    image (1, 3, h, w) to logits (1, 1, h, w). ``size`` is the (h, w) that it works at; without it, the network's
+    ``config.image_size`` or the artefact's contract decides. An artefact with integer ends is given the image in the
+    encoding of its manifest, and its output is read by it; an output called "mask" is the probability itself. What
+    looks like probabilities instead of logits is warned of.
     """
     return predict_all(model_or_artifact, [image], size=size)[0]
 
 
 def predict_all(
-    model_or_artifact: Predictor, images: list[np.ndarray], *, size: tuple[int, int] | None = None
+    model_or_artifact: Predictor | CompileReport, images: list[np.ndarray], *, size: tuple[int, int] | None = None
 ) -> list[np.ndarray]:
     """``predict`` for several photographs; a compiled binary is loaded once for all of them."""
+    model_or_artifact = runnable(model_or_artifact)
     images = [check_image(image) for image in images]
     size = working_size(model_or_artifact) if size is None else checked_size(size)
     inputs = [to_network_input(image, size=size) for image in images]
@@ -53,6 +63,35 @@ def predict_all(
     return [
         resize_mask(expit(output[0, 0]), size=image.shape[:2]) for output, image in zip(logits, images, strict=True)
     ]
+
+
+def runnable(given: Predictor | CompileReport) -> nn.Module | Path | Callable[[np.ndarray], np.ndarray]:
+    """What can be run of what was given: of a report its context. ``LumenError`` for what cannot be.
+
+    A file of weights has no network in it: the sentence says which door reads it.
+    """
+    given = given.context_path if isinstance(given, CompileReport) else given
+    if isinstance(given, str | Path):
+        refuse_weights(Path(given))
+        return Path(given)
+    if not callable(given):
+        raise LumenError(
+            f"predict takes a network, the path of an .onnx file, a CompileReport or a function, found a "
+            f"{type(given).__name__}; give one of these first, then the image."
+        )
+    return given
+
+
+def refuse_weights(path: Path) -> None:
+    """``ArtifactError`` for a file of weights, with the door that makes a network of it."""
+    if path.suffix.lower() not in WEIGHTS:
+        return
+    kind = Manifest.load(manifest_path(path)).kind if manifest_path(path).is_file() else ""
+    either = f"{LOADED_BY['weights']}; or, if save_graph wrote it, with {LOADED_BY['npu graph']}"
+    raise ArtifactError(
+        f"{path} holds weights and no network to run; load it with {LOADED_BY.get(kind, either)}, and predict with "
+        "what that returns."
+    )
 
 
 def checked_logits(logits: np.ndarray) -> np.ndarray:
@@ -83,15 +122,17 @@ def checked_size(size: tuple[int, int]) -> tuple[int, int]:
     return pair
 
 
-def working_size(model_or_artifact: Predictor) -> tuple[int, int]:
+def working_size(model_or_artifact: Predictor | CompileReport) -> tuple[int, int]:
     """The (H, W) a network or artefact states for itself; ``LumenError`` if it states none."""
+    model_or_artifact = runnable(model_or_artifact)
     if isinstance(model_or_artifact, str | Path):
-        return artifact_size(Path(model_or_artifact))
+        return artifact_size(model_or_artifact)
     if isinstance(model_or_artifact, NPUGraph):
         return model_or_artifact.size
     config = getattr(model_or_artifact, "config", None)
     if config is None:
-        raise LumenError(f"{model_or_artifact!r} does not state its image size; pass size=(H, W).")
+        name = getattr(model_or_artifact, "__name__", None) or model_name(model_or_artifact)
+        raise LumenError(f"{name} does not state its image size; pass size=(H, W).")
     return config.image_size
 
 

@@ -94,6 +94,20 @@ def test_a_chip_older_than_v68_is_refused():
         find_chip(old)
 
 
+@pytest.mark.parametrize(
+    ("name", "arch"), [("SM8250", 66), ("sm-8150", 66), ("Snapdragon 865", 66), ("SDM845", 65), ("845", 65)]
+)
+def test_an_older_chip_is_refused_as_such_by_name(name, arch):
+    with pytest.raises(ChipError, match=f"{name} has HTP v{arch}; .* serves v68 and later") as caught:
+        find_chip(name)
+    assert "Did you mean" not in str(caught.value)
+
+
+def test_no_older_chip_is_in_the_table():
+    table = {chips._key(name) for chip in load_chips() for name in (chip.name, chip.marketing_name)}
+    assert len(chips._older()) > 15 and not table & set(chips._older())
+
+
 def test_one_marketing_name_of_two_chips_is_refused_as_ambiguous(monkeypatch, tmp_path):
     header = ",".join(chips.COLUMNS)
     table = tmp_path / "chips.csv"

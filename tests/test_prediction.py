@@ -11,9 +11,12 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 import lumen_lab
+from lumen_lab.deploy.report import CompileReport
 from lumen_lab.errors import ArtifactError, LumenError
 from lumen_lab.images import to_network_input
+from lumen_lab.network.checkpoints import save_weights
 from lumen_lab.prediction import predict, predict_all, working_size
+from lumen_lab.quantization.graph_file import load_graph, save_graph
 from lumen_lab.specs import Manifest, TensorSpec, file_sha256, manifest_path
 
 SIZE = (32, 48)
@@ -127,9 +130,9 @@ def test_a_network_computes_in_its_own_dtype():
     np.testing.assert_allclose(single, double, atol=1e-6)
 
 
-@pytest.mark.parametrize("model", [channel_mean, TinyMean().eval()])
-def test_what_states_no_size_needs_one(model):
-    with pytest.raises(LumenError, match=r"does not state its image size; pass size=\(H, W\)"):
+@pytest.mark.parametrize(("model", "name"), [(channel_mean, "channel_mean"), (TinyMean().eval(), "TinyMean")])
+def test_what_states_no_size_needs_one(model, name):
+    with pytest.raises(LumenError, match=rf"^{name} does not state its image size; pass size=\(H, W\)\.$"):
         predict(model, photograph(8, 8))
     assert predict(model, photograph(9, 7), size=SIZE).shape == (9, 7)
 
@@ -153,9 +156,9 @@ def test_a_network_without_weights_can_predict():
     np.testing.assert_allclose(predict(Mean().eval(), picture, size=SIZE), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["cat.jpg", "astronaut.jpg", "coffee.jpg", "flower.jpg", "horse.png"])
+@pytest.mark.parametrize("name", ["cat.jpg", "coffee.jpg", "flower.jpg", "horse.png"])
 def test_the_shipped_network_finds_the_object_of_a_sample_photograph(repository, name):
-    """Each shows one thing in the middle; the upper corners are background."""
+    """Each shows one thing in the middle, upper corners are background (the astronaut's hold a flag and a shuttle)."""
     image = lumen_lab.load_image(repository / "data" / "photographs" / name)
     mask = predict(lumen_lab.load_network("micro"), image)
     height, width = mask.shape
@@ -264,6 +267,59 @@ def test_a_changed_context_does_not_reach_the_emulation(context, monkeypatch):
     context.write_bytes(b"names another binary")
     with pytest.raises(ArtifactError, match="does not fit its manifest"):
         predict(context, photograph(8, 8))
+
+
+def report_of(context: Path) -> CompileReport:
+    """A report of which only the context is looked at."""
+    numbers = {"htp_arch": 81, "soc_model": 87, "binary_bytes": 1, "compile_s": 1.0, "peak_memory_bytes": None}
+    empty = {"options": {}, "onnx_sha256": "", "versions": {}, "partition_rows": (), "nodes": (), "ops": ()}
+    return CompileReport(
+        model="net.onnx", chip="SM8850", log_path="net.log", context_path=str(context), **numbers, **empty
+    )
+
+
+def test_a_compile_report_stands_for_its_context(context, monkeypatch):
+    monkeypatch.setattr(
+        "lumen_lab.deploy.htp.emulate", lambda path, inputs: [{"logits": channel_mean(x)} for x in inputs]
+    )
+    picture = photograph(37, 53)
+    assert working_size(report_of(context)) == SIZE
+    np.testing.assert_array_equal(predict(report_of(context), picture), predict(context, picture))
+
+
+@pytest.mark.parametrize("strange", [None, 3, np.zeros((8, 8, 3)), [channel_mean]])
+def test_what_cannot_predict_is_refused_in_a_sentence(strange):
+    words = f"predict takes a network, .* a CompileReport or a function, found a {type(strange).__name__};"
+    for size in (None, SIZE):
+        with pytest.raises(LumenError, match=words):
+            predict(strange, photograph(8, 8), size=size)
+
+
+@pytest.mark.parametrize("size", [None, SIZE])
+@pytest.mark.parametrize("name", ["net.safetensors", "net.pt", "net.PTH"])
+def test_a_file_of_weights_is_refused_with_the_doors_that_read_it(tmp_path, name, size):
+    with pytest.raises(
+        ArtifactError, match=r"holds weights and no network .*load_network\(.*load_graph\(path, network"
+    ):
+        predict(tmp_path / name, photograph(8, 8), size=size)
+
+
+def test_a_saved_graph_is_refused_with_the_door_that_reads_it(tmp_path):
+    net = nn.Sequential(nn.Conv2d(3, 1, 1)).eval()
+    graph = lumen_lab.quantize(net, [photograph(8, 8)], example=torch.zeros(1, 3, 8, 8), output="mask", progress=False)
+    path = save_graph(graph, tmp_path / "graph.safetensors")
+    with pytest.raises(ArtifactError, match=r"load it with load_graph\(path, network\)") as caught:
+        predict(path, photograph(8, 8))
+    assert "load_network" not in str(caught.value)
+    image = photograph(8, 8)
+    np.testing.assert_array_equal(predict(load_graph(path, net), image), predict(graph, image))
+
+
+def test_saved_weights_are_refused_with_the_door_that_reads_them(tmp_path):
+    path = save_weights(TinyMean(), tmp_path / "weights.safetensors", made_from={})
+    with pytest.raises(ArtifactError, match=r"load it with load_network\(") as caught:
+        predict(path, photograph(8, 8))
+    assert "load_graph" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

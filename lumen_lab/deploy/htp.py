@@ -83,13 +83,13 @@ def compile_for_chip(
     With ``reuse``, an artefact made from the same file with the same options and versions is taken as it is, unless
     ``traffic`` is asked for and was not when it was made.
 
-    Raises ``ChipError`` (unknown chip), ``MissingDependencyError`` (no compiler here) and ``CompileError``: file
-    missing, not ONNX or of open shape, no room or no right to write, time limit, crash, or nothing taken by the NPU.
-    What the compiler said then lies in ``<out_dir>/<model>_<chip>.failed.log``.
+    Raises ``ChipError`` (unknown chip), ``MissingDependencyError`` (no compiler here) and ``CompileError``: no path,
+    file missing, not ONNX or of open shape, no room or no right to write, time limit, crash, or nothing taken by the
+    NPU. What the compiler said then lies in ``<out_dir>/<model>_<chip>.failed.log``.
     """
+    onnx_path = _file_to_compile(onnx_path)
     require_npu_toolchain()
-    chip = _compilable(find_chip(chip))
-    onnx_path, out_dir = Path(onnx_path), Path(out_dir).absolute()
+    chip, out_dir = _compilable(find_chip(chip)), Path(out_dir).absolute()
     model = model_file.read_onnx(onnx_path)
     name = f"{onnx_path.stem}_{chip.name}"
     options = _provider_options(chip, vtcm_mb, optimization_mode, provider_options or {})
@@ -130,6 +130,13 @@ def _earlier_report(artifact: Path, made_from: Mapping[str, str], traffic: bool)
         return report if same and agree and complete else None
     except ArtifactError:
         return None
+
+
+def _file_to_compile(given: object) -> Path:
+    if isinstance(given, str | os.PathLike):
+        return Path(given)
+    would_do = "give the path that export_onnx or export_qdq returns"
+    raise CompileError(f"compile_for_chip takes the path of an ONNX file, found a {type(given).__name__}; {would_do}.")
 
 
 def _compilable(chip: Chip) -> Chip:
@@ -232,8 +239,7 @@ def _progress_bar(title: str, log: Path, shown: bool) -> Iterator[Callable[[floa
     """A line with the step that the compiler is in and the seconds passed."""
     from tqdm.auto import tqdm
 
-    form = "{desc} {elapsed}{postfix}"
-    with tqdm(desc=title, bar_format=form, disable=not shown, leave=False, mininterval=1) as bar:
+    with tqdm(desc=title, bar_format="{desc} {elapsed}{postfix}", disable=not shown, leave=False, mininterval=1) as bar:
 
         def show(seconds: float) -> None:
             if shown and int(seconds * 20) % 20 == 0:

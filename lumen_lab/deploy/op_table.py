@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lumen_lab.auditing.onnx_join import ExportedOp, onnx_nodes_by_operation
 from lumen_lab.deploy.model_file import QUANTISERS, node_key, read_onnx
-from lumen_lab.deploy.qnn_graph import CONSTANT, IN, MOVING, OUT, Operand, QnnOp, site_name
+from lumen_lab.deploy.qnn_graph import CONSTANT, IN, MOVING, MULTIPLYING, OUT, Operand, QnnOp, site_name
 from lumen_lab.deploy.report import CPU, FOLDED, NPU, CompileReport
-from lumen_lab.specs import Record, html_table, write_whole
+from lumen_lab.errors import ArtifactError
+from lumen_lab.specs import Record, file_sha256, html_table, write_whole
+
+if TYPE_CHECKING:
+    import onnx
 
 NEAR_SOFTMAX = ("Add", "Mul", "Div", "Transpose", "Reshape")  # between the two products of an attention head
 PRODUCT = "MatMul"
+PRODUCTS = ("Conv", "ConvTranspose", "Gemm", PRODUCT)
 
 
 @dataclass(frozen=True)
@@ -24,8 +31,10 @@ class OpTableRow(Record):
 
     ``torch_op`` is its kind and ``torch_name`` its name there, None where the exporter or the runtime made it.
     ``group``: the composite that it is a part of, such as "attention head 3", else "". ``runs_on``: "npu", "cpu" or
-    "folded". ``reads``, ``weights`` and ``writes`` are the tensors of the main one of ``qnn_ops``, in the NPU's order
-    of axes. ``faults``: the rules of the NPU that it breaks.
+    "folded" (nothing of its own is left). ``fused_into``: the operation whose QNN operation computes this one as well,
+    as a ReLU's range is the conv's; else "". ``reads``, ``weights`` and ``writes`` are the tensors of the main one of
+    ``qnn_ops``, in the NPU's order of axes; ``weight_scales`` has for each of ``weights`` its scale, or all of them in
+    the order of the channels (nothing for a float one). ``faults``: the rules of the NPU that it breaks.
     """
 
     index: int
@@ -43,10 +52,13 @@ class OpTableRow(Record):
     macs: int = 0
     is_float: bool = False
     faults: tuple[str, ...] = ()
+    fused_into: str = ""
+    weight_scales: tuple[tuple[float, ...], ...] = ()
 
     def flat(self) -> dict[str, object]:
-        """The row as plain texts and numbers, for a table or a CSV file."""
+        """The row as plain texts and numbers, for a table or a CSV file; of the scales of a weight the ends."""
         written = self.writes[0] if self.writes else None
+        scales = self.weight_scales[0] if self.weight_scales else ()
         return {
             "#": self.index,
             "group": self.group,
@@ -57,8 +69,11 @@ class OpTableRow(Record):
             "ONNX ops": " + ".join(self.onnx_ops),
             "QNN ops": " + ".join(self.qnn_ops),
             "runs on": self.runs_on,
+            "fused into": self.fused_into,
             "reads": "; ".join(map(str, self.reads)),
             "weights": "; ".join(map(str, self.weights)),
+            "least weight scale": min(scales, default=None),
+            "greatest weight scale": max(scales, default=None),
             "writes": "; ".join(map(str, self.writes)),
             "dtype": written.dtype if written else "",
             "scale": written.scale if written else None,
@@ -96,7 +111,10 @@ class OpTable(Record):
         )
 
     def save_csv(self, path: str | Path) -> Path:
-        """Write the rows as CSV, one header line; returns the path. ``save`` writes the whole record as JSON."""
+        """Write the rows as CSV, one header line; returns the path.
+
+        ``save`` writes the whole record as JSON, with every scale of every weight.
+        """
         text = io.StringIO()
         rows = self.rows()
         writer = csv.DictWriter(text, list(rows[0]) if rows else ["#"], lineterminator="\n")
@@ -111,9 +129,11 @@ class OpTable(Record):
 def op_table(report: CompileReport, onnx_path: str | Path) -> OpTable:
     """The operations of ``onnx_path`` and what the compiler made of each, as ``report`` of that file says.
 
-    ``AuditError`` or ``CompileError`` if the file cannot be read. Quantisers belong to the operation whose value they
-    convert; nodes that do not say where they come from are rows of their own.
+    ``CompileError`` if the file cannot be read, ``ArtifactError`` if it is another one than the report is of.
+    Quantisers belong to the operation whose value they convert; nodes that do not say where they come from are rows of
+    their own.
     """
+    check_fitting(report, onnx_path)
     model = read_onnx(onnx_path)
     exported = [op for op in onnx_nodes_by_operation(onnx_path) if not only_quantisers(op)]
     places = {node.onnx_node: node.place for node in report.nodes}
@@ -121,9 +141,68 @@ def op_table(report: CompileReport, onnx_path: str | Path) -> OpTable:
     for op in report.ops:
         if op.onnx_node is not None and op.joined_by != "neighbour":
             became.setdefault(op.onnx_node, []).append(op)
-    groups = composites(exported, readings(exported, model))
-    rows = [_row(index, op, groups.get(index, ""), places, became) for index, op in enumerate(exported)]
+    reads, scales = readings(exported, model), weight_scales(model, Path(onnx_path).parent)
+    groups = composites(exported, reads)
+    made = [[qnn for name, _ in computing(op) for qnn in became.get(name, ())] for op in exported]
+    hosts = fused_operations(exported, reads, made)
+    for part, host in hosts.items():
+        made[host] += made[part]
+    rows = [_row(*place, groups, places, scales) for place in enumerate(zip(exported, made, strict=True))]
+    for part, host in hosts.items():
+        rows[part] = _fused(rows[part], rows[host])
     return OpTable(report.model, report.chip, tuple(rows))
+
+
+def check_fitting(report: CompileReport, onnx_path: str | Path) -> None:
+    """``ArtifactError`` unless these are a report and the file that it is of."""
+    if not isinstance(report, CompileReport) or not isinstance(onnx_path, str | os.PathLike):
+        found = f"{type(report).__name__} and {type(onnx_path).__name__}"
+        raise ArtifactError(
+            f"op_table takes a CompileReport and the path of the ONNX file that it is of, found {found}; write "
+            "op_table(report, onnx_path), the report from compile_for_chip or CompileReport.load."
+        )
+    found = file_sha256(onnx_path) if Path(onnx_path).is_file() else report.onnx_sha256
+    if found != report.onnx_sha256:
+        raise ArtifactError(
+            f"{onnx_path} is not the file that the report of {report.model} for {report.chip} is of: SHA-256 "
+            f"{found[:12]}… found, {report.onnx_sha256[:12]}… compiled; give that file, or compile this one."
+        )
+
+
+def weight_scales(model: onnx.ModelProto, folder: Path) -> dict[str, tuple[float, ...]]:
+    """The scales of each constant that a DequantizeLinear reads, by the name of its integers."""
+    from onnx import numpy_helper
+
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    found = {}
+    for node in model.graph.node:
+        if node.op_type == "DequantizeLinear" and {*node.input[:2]} <= constants.keys():
+            scale = numpy_helper.to_array(constants[node.input[1]], base_dir=str(folder))
+            found[node.input[0]] = tuple(scale.reshape(-1).tolist())
+    return found
+
+
+def fused_operations(
+    exported: Sequence[ExportedOp], reads: Sequence[Sequence[int]], made: Sequence[Sequence[QnnOp]]
+) -> dict[int, int]:
+    """For each operation that was fused into the product that it reads: that product.
+
+    The compiler names what it makes of both after the second, whose output it writes; nothing is left of the first.
+    """
+    products = [any(kind in PRODUCTS for _, kind in computing(op)) for op in exported]
+    found = {}
+    for index, qnn in enumerate(made):
+        host = reads[index][0] if reads[index] else None
+        alone = host is not None and products[host] and not made[host] and not products[index]
+        if alone and any(op.kind in MULTIPLYING for op in qnn):
+            found[index] = host
+    return found
+
+
+def _fused(row: OpTableRow, host: OpTableRow) -> OpTableRow:
+    """The row of an operation that another one computes: what that one writes is its own output."""
+    name = host.torch_name or host.onnx_nodes[0]
+    return replace(row, runs_on=NPU, fused_into=name, qnn_ops=(), reads=(), weights=(), weight_scales=(), macs=0)
 
 
 def only_quantisers(op: ExportedOp) -> bool:
@@ -137,28 +216,38 @@ def computing(op: ExportedOp) -> list[tuple[str, str]]:
 
 
 def _row(
-    index: int, op: ExportedOp, group: str, places: Mapping[str, str], became: Mapping[str, list[QnnOp]]
+    index: int,
+    made: tuple[ExportedOp, Sequence[QnnOp]],
+    groups: Mapping[int, str],
+    places: Mapping[str, str],
+    scales: Mapping[str, tuple[float, ...]],
 ) -> OpTableRow:
-    nodes = computing(op)
-    qnn = [made for name, _ in nodes for made in became.get(name, ())]
-    main = main_op(qnn)
+    op, qnn = made
+    nodes, main = computing(op), main_op(qnn)
+    weights = of_role(main, CONSTANT)
     return OpTableRow(
         index=index,
         site=op.site,
         torch_op=op.kind if op.name else None,
         torch_name=op.name or None,
-        group=group,
+        group=groups.get(index, ""),
         onnx_nodes=tuple(name for name, _ in nodes),
         onnx_ops=tuple(kind for _, kind in nodes),
-        qnn_ops=tuple(made.kind for made in qnn),
-        runs_on=together(places.get(name, FOLDED) for name, _ in nodes),
+        qnn_ops=tuple(one.kind for one in qnn),
+        runs_on=NPU if qnn else together(places.get(name, FOLDED) for name, _ in nodes),
         reads=of_role(main, IN),
-        weights=of_role(main, CONSTANT),
+        weights=weights,
         writes=of_role(main, OUT),
-        macs=sum(made.macs for made in qnn),
-        is_float=any(made.is_float and not made.at_boundary for made in qnn),
-        faults=tuple(dict.fromkeys(fault.what for made in qnn for fault in made.faults)),
+        macs=sum(one.macs for one in qnn),
+        is_float=any(one.is_float and not one.at_boundary for one in qnn),
+        faults=tuple(dict.fromkeys(fault.what for one in qnn for fault in one.faults)),
+        weight_scales=tuple(scales.get(weight.name, _own_scale(weight)) for weight in weights),
     )
+
+
+def _own_scale(weight: Operand) -> tuple[float, ...]:
+    """What the compiled graph itself says of a weight whose integers it has under another name."""
+    return () if weight.scale is None else (weight.scale,)
 
 
 def together(where: Iterable[str]) -> str:

@@ -230,6 +230,18 @@ def float_output(graph: QdqGraph, node: onnx.NodeProto) -> Iterator[tuple[str, b
         yield "nothing quantises what it returns", False
 
 
+def relu_range(graph: QdqGraph, node: onnx.NodeProto) -> Iterator[tuple[str, bool]]:
+    """A conv and its ReLU, with no quantiser between, in an encoding that holds negative numbers: they stay apart."""
+    conv, relu = (
+        (node, graph.only_reader(node)) if node.op_type == "Conv" else (graph.producer.get(node.input[0]), node)
+    )
+    if conv is None or relu is None or (conv.op_type, relu.op_type) != ("Conv", "Relu"):
+        return
+    after = graph.written(relu)
+    if after is not None and int(after.zero_points.min()) > np.iinfo(after.dtype).min:
+        yield f"conv and ReLU return {after}; they are one operation only where 0 is the least that is held", False
+
+
 def weight_axis(graph: QdqGraph, node: onnx.NodeProto) -> Iterator[tuple[str, bool]]:
     """Scales of a weight on another axis than that of the output channels."""
     if node.op_type not in (*WEIGHT_AXIS, "Gemm") or len(node.input) < 2:
@@ -321,6 +333,7 @@ def operand_types(graph: QdqGraph, node: onnx.NodeProto) -> Iterator[tuple[str, 
 CHECKS: tuple[Check, ...] = (
     float_operands,
     float_output,
+    relu_range,
     weight_axis,
     bias_steps,
     norm_weights,

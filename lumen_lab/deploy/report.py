@@ -6,16 +6,17 @@ import html
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lumen_lab.deploy.qnn_graph import Partition, QnnOp, site_name
+from lumen_lab.deploy.qnn_graph import MOVING, Partition, QnnOp, site_name
 from lumen_lab.deploy.traffic import Traffic
 from lumen_lab.errors import CompileError
 from lumen_lab.specs import Record, html_table, write_whole
 
 NPU, CPU, FOLDED = "npu", "cpu", "folded"
+WIDTHS = (8, 16)  # bits of an activation that the NPU computes in integers
 NOT_ASKED = "the network was compiled without asking for it (traffic=True)."
 
 
@@ -90,6 +91,12 @@ class CompileReport(Record):
         return tuple(op for op in self.ops if op.is_float and not op.at_boundary)
 
     @property
+    def has_quantisers(self) -> bool:
+        """Whether anything in the partitions is quantised; where nothing is, nobody asked for integers."""
+        types = {one.dtype for op in self.ops for one in (op, *op.operands)}
+        return any(quantised_bits(dtype) is not None for dtype in types)
+
+    @property
     def silent_faults(self) -> tuple[QnnOp, ...]:
         """Operations that are computed in integers and otherwise than the ONNX file says: see ``QnnOp.faults``."""
         return tuple(op for op in self.ops if any(fault.silent for fault in op.faults))
@@ -98,6 +105,12 @@ class CompileReport(Record):
     def ops_by_dtype(self) -> dict[str, int]:
         """Number of operations inside the partitions by the type of what they write, most frequent first."""
         return dict(Counter(op.dtype for op in self.ops).most_common())
+
+    @property
+    def ops_by_width(self) -> dict[int, int]:
+        """Number of operations inside the partitions by the bits of the quantised numbers that they write."""
+        written = Counter(width for op in self.ops if (width := quantised_bits(op.dtype)) is not None)
+        return dict(sorted(written.items()))
 
     @property
     def int8_mac_share(self) -> float | None:
@@ -128,6 +141,7 @@ class CompileReport(Record):
             "ONNX nodes on the NPU / folded / on the CPU": f"{counts[NPU]} / {counts[FOLDED]} / {counts[CPU]}",
             "QNN ops": len(self.ops),
             "of them with a float tensor": len(self.float_ops),
+            "of them writing 8 / 16 bits": f"{self.ops_by_width.get(8, 0)} / {self.ops_by_width.get(16, 0)}",
             "of them silently wrong in integers": len(self.silent_faults),
             "share of MACs in integers": self.int8_mac_share,
             "bytes across partition borders": sum(part.bytes_in + part.bytes_out for part in self.partition_rows),
@@ -157,9 +171,10 @@ class CompileReport(Record):
     def fault_rows(self) -> list[dict[str, object]]:
         """Float operations and silently wrong ones: which, at which site, and the rule of the NPU that it breaks.
 
-        Conversions to float and back are listed only where nothing else is float.
+        Conversions to float and back, and what moves data beside a float operation, are listed only where nothing else
+        is float.
         """
-        computing = [op for op in self.float_ops if op.kind not in CONVERSIONS]
+        computing = [op for op in self.float_ops if op.kind not in CONVERSIONS and (op.faults or op.kind not in MOVING)]
         shown = computing or list(self.float_ops)
         shown += [op for op in self.silent_faults if not op.is_float]
         return [_fault_row(op) for op in shown]
@@ -202,7 +217,7 @@ class CompileReport(Record):
     def _faults_html(self) -> str:
         """Nothing for a network that is float throughout: nobody asked for integers."""
         types = ", ".join(f"{count} {dtype}" for dtype, count in self.ops_by_dtype.items())
-        faults = self.fault_rows() if any(not op.is_float for op in self.ops) else []
+        faults = self.fault_rows() if self.has_quantisers else []
         table = html_table(faults, caption="Not computed in integers, or silently wrong", limit=40) if faults else ""
         return f"<p>Operations by the type of what they write: {html.escape(types)}</p>{table}"
 
@@ -235,23 +250,58 @@ def require_one_partition(report: CompileReport) -> CompileReport:
     )
 
 
-def require_int8(report: CompileReport) -> CompileReport:
+def require_int8(report: CompileReport, *, widths: Collection[int] = WIDTHS) -> CompileReport:
     """The report itself if the whole network is computed in integers on the NPU, as the ONNX file says.
 
-    Otherwise ``CompileError`` naming each float operation and each silently wrong one with its site and the rule of
-    ``htp_rules.json`` that it breaks, and what is on the CPU. One partition with nothing on the CPU proves neither.
-    The conversion of a float network input or output is allowed.
+    Activations of 8 and of 16 bits are both integers, on 8-bit weights, and both pass: what the gate keeps out is
+    float. ``widths=(8,)`` keeps 16 bits out as well; ``CompileReport.ops_by_width`` counts them. The conversion of a
+    float network input or output is allowed. One partition with nothing on the CPU proves none of this.
+
+    Otherwise ``CompileError``: what is on the CPU; that the file has no quantisers at all; each float operation and
+    each silently wrong one with its site and the rule of ``htp_rules.json`` that it breaks; or what is too wide.
     """
-    rows = report.fault_rows()
-    if report.ops and not rows and not report.cpu_nodes:
+    if not widths or not set(widths) <= set(WIDTHS):
+        raise CompileError(f"widths is of {WIDTHS}, the bits that activations may have; asked for {tuple(widths)}.")
+    found = list(filter(None, (_on_the_cpu(report), _not_in_integers(report), _too_wide(report, widths))))
+    if not found:
         return report
+    raise CompileError(f"{report.model} for {report.chip} should be computed in integers on the NPU. {' '.join(found)}")
+
+
+def _on_the_cpu(report: CompileReport) -> str:
+    if not report.cpu_nodes:
+        return ""
+    return f"On the CPU stay {by_kind(report.cpu_nodes)}; rewrite what was refused, then compile again."
+
+
+def _not_in_integers(report: CompileReport) -> str:
+    """What is computed in float, or otherwise than the file says; "" if nothing is."""
+    if not report.ops:
+        return "There is no operation on the NPU."
+    if not report.has_quantisers:
+        return (
+            f"The file has no quantisers, so all {len(report.ops)} QNN ops are float: quantise the network, write it "
+            "with export_qdq(graph, path), and compile that."
+        )
+    rows = report.fault_rows()
+    if not rows:
+        return ""
     share = "" if report.int8_mac_share is None else f", {report.int8_mac_share:.1%} of the NPU's MACs in integers"
-    left = f" On the CPU stay {by_kind(report.cpu_nodes)}." if report.cpu_nodes else ""
-    faults = f": {_listed(map(_fault_text, rows))}" if rows else ""
-    raise CompileError(
-        f"{report.model} for {report.chip} should be computed in integers; {len(report.float_ops)} of "
-        f"{len(report.ops)} QNN ops are float and {len(report.silent_faults)} silently wrong{share}{faults}.{left} "
-        "Mend their encodings, then compile again."
+    return (
+        f"{len(report.float_ops)} of {len(report.ops)} QNN ops are float and {len(report.silent_faults)} silently "
+        f"wrong{share}: {_fault_texts(rows)}. Mend their encodings, then compile again."
+    )
+
+
+def _too_wide(report: CompileReport, widths: Collection[int]) -> str:
+    wide = [op for op in report.ops if (bits := quantised_bits(op.dtype)) in WIDTHS and bits not in widths]
+    if not wide:
+        return ""
+    asked, written = (_listed(map(str, sorted(bits))) for bits in (widths, {quantised_bits(op.dtype) for op in wide}))
+    return (
+        f"{len(wide)} of {len(report.ops)} QNN ops write {written} bits, and activations of {asked} bits were asked "
+        f"for: {_listed(f'{op.kind} at {site_name(op.site)} ({op.onnx_node})' for op in wide)}. Quantise these "
+        f"tensors in {asked} bits, or ask for widths={WIDTHS}."
     )
 
 
@@ -268,9 +318,18 @@ def _fault_row(op: QnnOp) -> dict[str, object]:
     }
 
 
-def _fault_text(row: Mapping[str, object]) -> str:
-    rule = f" [{row['rule']}]" if row["rule"] else ""
-    return f"{row['QNN op']} at {row['site']} ({row['ONNX node']}): {row['broken']}{rule}"
+def _fault_texts(rows: Iterable[Mapping[str, object]]) -> str:
+    """The operations and what is wrong with them, those of the same words together."""
+    groups: dict[str, list[str]] = {}
+    for row in rows:
+        rule = f" [{row['rule']}]" if row["rule"] else ""
+        groups.setdefault(f"{row['broken']}{rule}", []).append(f"{row['QNN op']} at {row['site']} ({row['ONNX node']})")
+    return _listed((f"{_listed(places)}: {broken}" for broken, places in groups.items()), mark="; ")
+
+
+def quantised_bits(dtype: str) -> int | None:
+    """The width of a fixed-point type ("u8", "s16"); None for one that stands for no real number, and for float."""
+    return int(dtype[1:]) if dtype[:1] in "su" and dtype[1:].isdigit() else None
 
 
 def by_kind(nodes: Iterable[NodePlace]) -> str:
@@ -294,8 +353,8 @@ def _kind_rows(nodes: Iterable[NodePlace]) -> list[dict[str, object]]:
     ]
 
 
-def _listed(texts: Iterable[str], limit: int = 8) -> str:
+def _listed(texts: Iterable[str], limit: int = 8, *, mark: str = ", ") -> str:
     """The distinct texts in their order, the first ``limit`` of them spelled out."""
     distinct = list(dict.fromkeys(texts))
     more = [f"and {len(distinct) - limit} more"] if len(distinct) > limit else []
-    return ", ".join(distinct[:limit] + more)
+    return mark.join(distinct[:limit] + more)

@@ -63,7 +63,7 @@ def compare_layers(
     for call in (call for call in found if call not in expected):
         unmatched += _unmatched(found[call], actual.name, why_missing(call, found[call], actual, reference))
     if not pairs:
-        raise LumenError(f"{actual.name} and {reference.name} have no layer in common; trace the same network twice.")
+        raise LumenError(nothing_in_common(reference, actual, unmatched))
     rows = [measured_once(same, by_site, default) for same in distinct(pairs)]
     return LayerReport(
         reference.name,
@@ -73,6 +73,16 @@ def compare_layers(
         tuple(first_marked(rows)),
         tuple(sorted(unmatched, key=lambda layer: layer.found_in != reference.name)),
     )
+
+
+def nothing_in_common(reference: LayerTrace, actual: LayerTrace, unmatched: Sequence[UnmatchedLayer]) -> str:
+    """Why two traces could not be compared at all, in a sentence: the reason at each of the sites asked for."""
+    both = f"{actual.name} and {reference.name} have no layer in common"
+    if reference.chosen is None and actual.chosen is None:
+        return f"{both}; trace the same network twice."
+    reasons = {layer.site: ", ".join(filter(None, (layer.why, layer.detail))) for layer in unmatched}
+    shown = [f"{site or NETWORK} ({reason})" for site, reason in list(reasons.items())[:3]]
+    return f"{both}: {'; '.join(shown) or 'they were asked for other sites'}. Choose other sites, or leave them out."
 
 
 def by_call(trace: LayerTrace, other: LayerTrace) -> Layers:

@@ -56,7 +56,6 @@ def test_gates_are_recorded_for_every_list(recorded):
 SHORT = "the teacher has seen too few scenes: data/micro/README.md says how far it came and why"
 
 
-@pytest.mark.xfail(strict=True, reason=SHORT)
 def test_the_gates_of_the_teacher_are_alive(recorded):
     assert all(0.1 <= row["mean"] <= 0.9 for rows in recorded.gates.values() for row in rows)
 

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import onnx
 import pytest
+import torch
 
 from lumen_lab.deploy import htp
 from lumen_lab.deploy.htp import compile_for_chip, require_one_partition
@@ -282,6 +283,14 @@ def test_weights_beside_the_model_are_compiled_too(tmp_path, nets):
     report = compile_for_chip(path, "SM8850", out_dir=tmp_path / "out", progress=False)
     manifest = Manifest.load(tmp_path / "out" / "n_SM8850" / "n_SM8850_ctx.onnx.manifest.json")
     assert report.partitions == 1 and set(manifest.made_from) == {"onnx", "n.weights", "options"}
+
+
+def test_what_is_no_path_is_refused_in_a_sentence(compiled, tmp_path):
+    for given in (torch.nn.Identity(), compiled("conv"), 3):
+        words = f"takes the path of an ONNX file, found a {type(given).__name__}; give the path that export_onnx or"
+        with pytest.raises(CompileError, match=words):
+            compile_for_chip(given, "SM8850", out_dir=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_progress_tells_the_step(tmp_path):

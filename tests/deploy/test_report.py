@@ -7,13 +7,13 @@ import pytest
 
 from lumen_lab.deploy.qdq_faults import Fault
 from lumen_lab.deploy.qnn_graph import Operand, Partition, QnnOp
-from lumen_lab.deploy.report import CompileReport, NodePlace, require_int8, require_one_partition
+from lumen_lab.deploy.report import CompileReport, NodePlace, quantised_bits, require_int8, require_one_partition
 from lumen_lab.deploy.traffic import HtpKindTraffic, OpTraffic, Traffic
 from lumen_lab.errors import ArtifactError, CompileError
 
 
 def op(name, kind="Conv2d", **values):
-    return QnnOp(0, name, kind, (1, 8, 8, 4), "u8", **{"is_float": False, "at_boundary": False, **values})
+    return QnnOp(0, name, kind, (1, 8, 8, 4), **{"dtype": "u8", "is_float": False, "at_boundary": False, **values})
 
 
 @pytest.fixture
@@ -168,10 +168,70 @@ def test_conversions_are_named_where_nothing_else_is_float(quantised):
 
 
 def test_a_network_without_operations_or_with_nodes_on_the_cpu_is_no_int8(quantised, report):
-    with pytest.raises(CompileError, match="has no operation|0 of 0 QNN ops"):
+    with pytest.raises(CompileError, match="There is no operation on the NPU"):
         require_int8(replace(quantised, ops=()))
-    with pytest.raises(CompileError, match="On the CPU stay 20 DeformConv"):
+    with pytest.raises(CompileError, match=r"on the NPU\. On the CPU stay 20 DeformConv .*rewrite what was") as caught:
         require_int8(replace(quantised, ops=quantised.ops[:1], nodes=report.nodes))
+    assert "float" not in str(caught.value) and "encodings" not in str(caught.value)
+    with pytest.raises(CompileError, match="On the CPU stay 20 DeformConv .*4 of 6 QNN ops are float"):
+        require_int8(replace(quantised, nodes=report.nodes))
+
+
+def test_a_file_without_quantisers_is_named_as_such(quantised):
+    weight = Operand("w", "constant", "float32", (8, 8))
+    plain = tuple(
+        op(kind, kind, dtype="float32", is_float=True, onnx_node=kind, operands=(weight,))
+        for kind in ("Conv2d", "Gelu")
+    )
+    with pytest.raises(CompileError, match="has no quantisers, so all 2 QNN ops are float: .*export_qdq") as caught:
+        require_int8(replace(quantised, ops=plain))
+    assert "no rule" not in str(caught.value) and "Gelu" not in str(caught.value)
+    assert "Not computed in integers" not in replace(quantised, ops=plain)._repr_html_()
+    one_weight = replace(plain[0], operands=(replace(weight, dtype="s8"),))
+    with pytest.raises(CompileError, match="2 of 2 QNN ops are float"):
+        require_int8(replace(quantised, ops=(one_weight, plain[1])))
+
+
+def test_operations_with_the_same_fault_are_told_together(quantised):
+    more = tuple(op("m", "MatMul", is_float=True, onnx_node=f"m{i}", site=f"attn{i}") for i in range(9))
+    with pytest.raises(CompileError) as caught:
+        require_int8(replace(quantised, ops=(quantised.ops[0], *more)))
+    assert str(caught.value).count("no rule of the table") == 1
+    assert "MatMul at attn0 (m0), MatMul at attn1 (m1)" in str(caught.value) and "and 1 more: no rule" in str(
+        caught.value
+    )
+
+
+def test_what_moves_data_beside_a_float_operation_is_not_its_cause(quantised):
+    moved = op("t", "Transpose", is_float=True, onnx_node="m", site="attn")
+    assert "Transpose" not in {row["QNN op"] for row in replace(quantised, ops=(*quantised.ops, moved)).fault_rows()}
+    guilty = replace(moved, faults=(Fault("aten.permute.default", "it returns one and reads another"),))
+    assert "Transpose" in {row["QNN op"] for row in replace(quantised, ops=(*quantised.ops, guilty)).fault_rows()}
+    assert [row["QNN op"] for row in replace(quantised, ops=(quantised.ops[0], moved)).fault_rows()] == ["Transpose"]
+
+
+def test_sixteen_bits_pass_unless_eight_are_asked_for(quantised):
+    wide = op("w", "ElementWiseAdd", dtype="u16", onnx_node="add", site="stem.sum")
+    mixed = replace(quantised, ops=(quantised.ops[0], wide, wide))
+    assert require_int8(mixed) is mixed is require_int8(mixed, widths=(8, 16))
+    assert mixed.ops_by_width == {8: 1, 16: 2} and mixed.figures()["of them writing 8 / 16 bits"] == "1 / 2"
+    words = (
+        r"2 of 3 QNN ops write 16 bits, and activations of 8 bits were asked for: ElementWiseAdd at stem\.sum \(add\)"
+    )
+    with pytest.raises(CompileError, match=words):
+        require_int8(mixed, widths=(8,))
+    with pytest.raises(CompileError, match="1 of 3 QNN ops write 8 bits"):
+        require_int8(mixed, widths=(16,))
+    for strange in ((), (4,), (8, 32)):
+        with pytest.raises(CompileError, match=r"widths is of \(8, 16\)"):
+            require_int8(mixed, widths=strange)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [("u8", 8), ("s16", 16), ("s32", 32), ("uint8", None), ("float32", None), ("bool8", None)]
+)
+def test_only_fixed_point_types_have_a_width(dtype, bits):
+    assert quantised_bits(dtype) == bits
 
 
 def test_figures_of_integers_are_on_the_page_and_come_back_from_disk(quantised, report, tmp_path):

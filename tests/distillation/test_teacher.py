@@ -33,6 +33,9 @@ class Halves:
     def __init__(self, sources, **asked):
         type(self).asked = (*self.asked, {"sources": sources, **asked})
 
+    def __len__(self):
+        return self.asked[-1]["length"]
+
     def __getitem__(self, index):
         matte = torch.zeros(1, SIDE_PX, SIDE_PX)
         matte[..., : SIDE_PX // 2] = 1

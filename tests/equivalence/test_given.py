@@ -180,6 +180,55 @@ def test_a_tolerance_for_a_container_holds_for_what_its_last_part_returns():
     assert compare_layers(*traces, tolerance={"": Tolerance("wide", max_of_scale=0.5)}).passed
 
 
+# A part of the sites
+
+
+def only(trace, *sites):
+    """The same execution, of which other programs kept these sites and know no others."""
+    kept = tuple(layer for layer in trace.layers if layer.site in sites)
+    return LayerTrace("part", trace.precision, kept, chosen=sites, inputs=trace.inputs)
+
+
+def test_a_group_inside_what_another_put_there_may_lie_outside_the_sites():
+    whole = trace_torch(small(), IMAGE)
+    inside = [("0",), ("0.taps.0",), ("0.taps.1", "1")]
+    assert compare_layers(whole, only(whole, "3", ""), replaced=inside).passed
+    for unknown in ("4", "taps.0", "00.taps"):
+        with pytest.raises(LumenError, match=f"no site '{unknown}'"):
+            compare_layers(whole, only(whole, "3", ""), replaced=[*inside, (unknown,)])
+
+
+def test_a_site_between_replaced_ones_is_not_compared_alone_either():
+    network, inputs = nn.Sequential(Part()).eval(), (torch.randn(4, 5),)
+    done = rewrite(network, (FUSE_GAIN,), example_inputs=inputs)
+    report = compare_rewritten(network, done, inputs, sites=["0.first", "0.act"])
+    assert report.first is None and [layer.site for layer in report.layers] == ["0.first"]
+    (left, right) = report.unmatched if len(report.unmatched) == 2 else (*report.unmatched, None)
+    assert left.site == "0.act" and "replaced together" in left.why and left.detail == "compared from 0.last on"
+    assert right is None or right.site == "0.act"
+    replaced = [entry.replaced for entry in done.log.applied()]
+    part = only(trace_torch(done.model, inputs), "0.act", "0.last")
+    report = compare_layers(trace_torch(network, inputs), part, replaced=replaced)
+    assert report.first is None and [layer.site for layer in report.layers] == ["0.last"]
+
+
+def test_sites_of_which_none_can_be_compared_are_refused_with_the_reason():
+    network, inputs = nn.Sequential(Part()).eval(), (torch.randn(4, 5),)
+    done = rewrite(network, (FUSE_GAIN,), example_inputs=inputs)
+    words = r"no layer in common: 0\.act \(between modules .* together, compared from 0\.last on\)\. Choose other"
+    with pytest.raises(LumenError, match=words):
+        compare_rewritten(network, done, inputs, sites=["0.act"])
+    whole = trace_torch(network, inputs)
+    with pytest.raises(LumenError, match="they were asked for other sites"):
+        compare_layers(trace_torch(network, inputs, sites=["0.act"]), only(whole, "0.last"))
+
+
+def test_the_order_of_all_calls_is_kept_with_a_part_of_the_sites():
+    whole, part = trace_torch(small(), IMAGE), trace_torch(small(), IMAGE, sites=["2"])
+    assert part.finished == whole.finished == (*((str(i), 0) for i in range(4)), ("", 0))
+    assert part.calls == {"2": 1} and only(whole, "2").finished == (("2", 0),)
+
+
 # A network and what rewrites made of it
 
 
